@@ -1,0 +1,323 @@
+// Flash attention over pages. A task is one row, one kv head and up to 64 queries (tokens x heads of the group), so K and
+// V are read once per group. Keys come in tiles of 64 aligned to absolute position and every (query, key) sum runs in one
+// order, so a query's bits depend on its own row alone: not on its neighbours, nor on how its tokens are split over calls.
+#include "cpu/paged_attention.h"
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu/simd.h"
+
+namespace fc {
+namespace {
+
+constexpr int64_t kTile = 64;      // keys per tile
+constexpr int64_t kQueries = 64;   // queries per task (more where one token's group is larger)
+constexpr int64_t kInline = 1 << 18;  // multiply-adds below which threads cost more than they save
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+struct Task {
+  int64_t row, token, count, head;  // tokens token .. token + count of the packed batch, kv head
+};
+
+// One worker's buffers, reused by all of its tasks.
+struct Scratch {
+  std::unique_ptr<float[], void (*)(float*)> memory;
+  float *q, *k, *v, *score, *acc, *top, *mass, *alpha;
+
+  Scratch(const PagedAttention& a, int64_t queries) : memory(nullptr, [](float* p) { ::operator delete[](p, kAlign); }) {
+    const int64_t dk = round_up(a.Dk, 16), dv = round_up(a.Dv, 16), n = round_up(queries, 16);
+    const int64_t size = n * dk + kTile * dk + kTile * dv + n * kTile + n * dv + 3 * n;
+    memory.reset(static_cast<float*>(::operator new[](size * sizeof(float), kAlign)));
+    q = memory.get();
+    k = q + n * dk;
+    v = k + kTile * dk;
+    score = v + kTile * dv;
+    acc = score + n * kTile;
+    top = acc + n * dv;
+    mass = top + n;
+    alpha = mass + n;
+  }
+  static constexpr std::align_val_t kAlign{64};
+};
+
+// Where in a pool the key or value of (row, position) lies, for one head.
+struct Page {
+  const int32_t* table;
+  int64_t block, by_block, by_slot, offset;
+  int64_t at(int64_t position) const {
+    return table[position / block] * by_block + position % block * by_slot + offset;
+  }
+};
+
+// A tile of keys. Only keys first .. last are read; begin .. end are these rounded to 32, counted from `start`.
+struct Tile {
+  int64_t start, first, last, begin, end;
+  Tile(int64_t number, int64_t low, int64_t high)
+      : start(number * kTile),
+        first(std::max(low, start)),
+        last(std::min(high, start + kTile)),
+        begin((first - start) / 32 * 32),
+        end(round_up(last - start, 32)) {}
+  bool has(int64_t key) const { return start + key >= first && start + key < last; }
+};
+
+// Keys as columns: out [Dk][kTile], 0 where the tile has no key (an unwritten slot may hold NaN).
+template <class P>
+FC_INLINE void pack_keys(const P* pool, const Page& page, const Tile& tile, int64_t dk, float* out) {
+  for (int64_t key = tile.begin; key < tile.end; key += 8) {
+    const P* source[8];
+    for (int j = 0; j < 8; ++j) source[j] = tile.has(key + j) ? pool + page.at(tile.start + key + j) : nullptr;
+    for (int64_t d = 0; d < dk; d += 8) {
+      f32x8 r[8];
+      FC_UNROLL
+      for (int j = 0; j < 8; ++j) {
+        r[j] = !source[j] ? f32x8{} : d + 8 <= dk ? load8(source[j] + d) : load8(source[j] + d, dk - d);
+      }
+      transpose(r);
+      FC_UNROLL
+      for (int j = 0; j < 8; ++j) std::memcpy(out + (d + j) * kTile + key, &r[j], sizeof r[j]);
+    }
+  }
+}
+
+// Values as rows: out [kTile][Dv rounded to 16].
+template <class P>
+FC_INLINE void pack_values(const P* pool, const Page& page, const Tile& tile, int64_t dv, float* out) {
+  const int64_t width = round_up(dv, 16);
+  for (int64_t key = tile.begin; key < tile.end; ++key) {
+    const P* source = tile.has(key) ? pool + page.at(tile.start + key) : nullptr;
+    for (int64_t d = 0; d < width; d += 16) {
+      store(out + key * width + d,
+            !source ? f32x16{} : d + 16 <= dv ? load(source + d) : load(source + d, dv - d));
+    }
+  }
+}
+
+// score[i][key] = q[i] . k[key] for N queries and 32 keys; each sum runs over d in order.
+template <int N>
+FC_INLINE void multiply_keys(const float* q, const float* k, int64_t dk, int64_t q_stride, float* score) {
+  f32x16 low[N], high[N];
+  FC_UNROLL
+  for (int i = 0; i < N; ++i) low[i] = high[i] = f32x16{};
+  for (int64_t d = 0; d < dk; ++d) {
+    const f32x16 a = load(k + d * kTile), b = load(k + d * kTile + 16);
+    FC_UNROLL
+    for (int i = 0; i < N; ++i) {
+      const f32x16 x = splat(q[i * q_stride + d]);
+      low[i] = fma(x, a, low[i]);
+      high[i] = fma(x, b, high[i]);
+    }
+  }
+  FC_UNROLL
+  for (int i = 0; i < N; ++i) {
+    store(score + i * kTile, low[i]);
+    store(score + i * kTile + 16, high[i]);
+  }
+}
+
+// acc[i] = alpha[i] * acc[i] + sum over keys of p[i][key] * v[key], for N queries and 16 M columns; keys in order.
+template <int N, int M>
+FC_INLINE void multiply_values(const float* p, const float* v, const Tile& tile, int64_t width, const float* alpha,
+                               float* acc) {
+  f32x16 sum[N][M];
+  FC_UNROLL
+  for (int i = 0; i < N; ++i) {
+    FC_UNROLL
+    for (int j = 0; j < M; ++j) sum[i][j] = load(acc + i * width + 16 * j) * splat(alpha[i]);
+  }
+  for (int64_t key = tile.begin; key < tile.end; ++key) {
+    FC_UNROLL
+    for (int j = 0; j < M; ++j) {
+      const f32x16 column = load(v + key * width + 16 * j);
+      FC_UNROLL
+      for (int i = 0; i < N; ++i) sum[i][j] = fma(splat(p[i * kTile + key]), column, sum[i][j]);
+    }
+  }
+  FC_UNROLL
+  for (int i = 0; i < N; ++i) {
+    FC_UNROLL
+    for (int j = 0; j < M; ++j) store(acc + i * width + 16 * j, sum[i][j]);
+  }
+}
+
+template <int N>
+FC_INLINE void accumulate(const float* p, const float* v, const Tile& tile, int64_t width, const float* alpha,
+                          float* acc) {
+  int64_t d = 0;
+  for (; d + 64 <= width; d += 64) multiply_values<N, 4>(p, v + d, tile, width, alpha, acc + d);
+  for (; d < width; d += 16) multiply_values<N, 1>(p, v + d, tile, width, alpha, acc + d);
+}
+
+// Scores of one query over a tile to weights, in place; updates its running maximum and mass. Returns what the weights of
+// earlier tiles shrink by. Keys low .. high (counted from the tile's start) are visible.
+FC_INLINE float weigh(const PagedAttention& a, const Tile& tile, int64_t low, int64_t high, float* score, float* top,
+                      float* mass) {
+  f32x16 best = splat(-kInfinity);
+  const bool partial = low > tile.begin || high < tile.end;
+  for (int64_t key = tile.begin; key < tile.end; key += 16) {
+    f32x16 x = load(score + key) * splat(a.scale);
+    if (a.softcap > 0) x = splat(a.softcap) * map<tanh32>(x / splat(a.softcap));
+    if (partial) {
+      const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+      const i32x16 index = lane + static_cast<int32_t>(key);
+      x = (index >= static_cast<int32_t>(low)) & (index < static_cast<int32_t>(high)) ? x : splat(-kInfinity);
+    }
+    store(score + key, x);
+    best = max(best, x);
+  }
+  const float peak = max(best), now = peak > *top ? peak : *top, alpha = exp32(*top - now);
+  f32x16 total = {};
+  for (int64_t key = tile.begin; key < tile.end; key += 16) {
+    const f32x16 p = map<exp32>(load(score + key) - splat(now));
+    store(score + key, p);
+    total += p;
+  }
+  *top = now;
+  *mass = fmaf(*mass, alpha, sum(total));
+  return alpha;
+}
+
+template <class T, class P>
+FC_INLINE void attend(const PagedAttention& a, const Task& task, const Scratch& s) {
+  const int64_t group = a.H / a.Hkv, queries = task.count * group, width = round_up(a.Dv, 16);
+  const int64_t position = a.kv_len[task.row] - a.q_indptr[task.row + 1] + task.token;  // of the task's first token
+  const int32_t* table = a.block_table + task.row * a.B;
+  const Page keys{table, a.block, a.k_pool_block, a.k_pool_slot, task.head * a.k_pool_head};
+  const Page values{table, a.block, a.v_pool_block, a.v_pool_slot, task.head * a.v_pool_head};
+
+  for (int64_t i = 0; i < queries; ++i) {
+    const int64_t head = task.head * group + i % group;
+    const T* source = static_cast<const T*>(a.q) + (task.token + i / group) * a.q_token + head * a.q_head;
+    for (int64_t d = 0; d < a.Dk; ++d) s.q[i * a.Dk + d] = widen(source[d]);
+    for (int64_t d = 0; d < width; ++d) s.acc[i * width + d] = 0;
+    s.top[i] = a.sinks ? a.sinks[head] : -kInfinity;
+    s.mass[i] = a.sinks ? 1 : 0;
+  }
+
+  const int64_t low = a.first_visible(position), high = position + task.count;
+  for (int64_t number = low / kTile; number * kTile < high; ++number) {
+    const Tile tile(number, low, high);
+    pack_keys(static_cast<const P*>(a.k_pool), keys, tile, a.Dk, s.k);
+    pack_values(static_cast<const P*>(a.v_pool), values, tile, a.Dv, s.v);
+
+    // queries that see a key of this tile: those at or after its first key, whose window has not passed its last
+    int64_t from = std::max<int64_t>(0, tile.start - position), to = task.count;
+    while (a.first_visible(position + to - 1) >= tile.last) --to;
+    from *= group;
+    to *= group;
+    for (int64_t key = tile.begin; key < tile.end; key += 32) {
+      int64_t i = from;
+      for (; i + 4 <= to; i += 4) multiply_keys<4>(s.q + i * a.Dk, s.k + key, a.Dk, a.Dk, s.score + i * kTile + key);
+      for (; i < to; ++i) multiply_keys<1>(s.q + i * a.Dk, s.k + key, a.Dk, a.Dk, s.score + i * kTile + key);
+    }
+    for (int64_t i = from; i < to; ++i) {
+      const int64_t at = position + i / group;
+      s.alpha[i] = weigh(a, tile, a.first_visible(at) - tile.start, at + 1 - tile.start, s.score + i * kTile, s.top + i,
+                         s.mass + i);
+    }
+    int64_t i = from;
+    for (; i + 2 <= to; i += 2) accumulate<2>(s.score + i * kTile, s.v, tile, width, s.alpha + i, s.acc + i * width);
+    for (; i < to; ++i) accumulate<1>(s.score + i * kTile, s.v, tile, width, s.alpha + i, s.acc + i * width);
+  }
+
+  for (int64_t i = 0; i < queries; ++i) {
+    const int64_t head = task.head * group + i % group;
+    T* target = static_cast<T*>(a.out) + ((task.token + i / group) * a.H + head) * a.Dv;
+    for (int64_t d = 0; d < a.Dv; ++d) target[d] = narrow<T>(s.acc[i * width + d] / s.mass[i]);
+  }
+}
+
+FC_CLONES void attend_ff(const PagedAttention& a, const Task& t, const Scratch& s) { attend<float, float>(a, t, s); }
+FC_CLONES void attend_fb(const PagedAttention& a, const Task& t, const Scratch& s) { attend<float, bf16>(a, t, s); }
+FC_CLONES void attend_bf(const PagedAttention& a, const Task& t, const Scratch& s) { attend<bf16, float>(a, t, s); }
+FC_CLONES void attend_bb(const PagedAttention& a, const Task& t, const Scratch& s) { attend<bf16, bf16>(a, t, s); }
+
+template <class T, class P>
+void append_rows(const T* source, int64_t by_token, int64_t by_head, P* pool, int64_t by_block, int64_t by_slot,
+                 int64_t pool_head, int64_t width, const PagedAttention& a, int64_t begin, int64_t end) {
+  for (int64_t t = begin; t < end; ++t) {
+    const int64_t slot = a.slot_mapping[t];
+    for (int64_t h = 0; h < a.Hkv; ++h) {
+      const T* from = source + t * by_token + h * by_head;
+      P* to = pool + slot / a.block * by_block + slot % a.block * by_slot + h * pool_head;
+      for (int64_t d = 0; d < width; ++d) to[d] = narrow<P>(widen(from[d]));
+    }
+  }
+}
+
+template <class T, class P>
+void append(const PagedAttention& a, int64_t begin, int64_t end) {
+  append_rows(static_cast<const T*>(a.k), a.k_token, a.k_head, static_cast<P*>(a.k_pool), a.k_pool_block,
+              a.k_pool_slot, a.k_pool_head, a.Dk, a, begin, end);
+  append_rows(static_cast<const T*>(a.v), a.v_token, a.v_head, static_cast<P*>(a.v_pool), a.v_pool_block,
+              a.v_pool_slot, a.v_pool_head, a.Dv, a, begin, end);
+}
+
+void need(bool ok, const char* name, int64_t got, int64_t at, const std::string& needed) {
+  if (ok) return;
+  throw std::invalid_argument(std::string(name) + ": got " + std::to_string(got) + " at " + std::to_string(at) +
+                              ", need " + needed);
+}
+
+void check_indices(const PagedAttention& a) {
+  const int64_t slots = a.N * a.block;
+  for (int64_t t = 0; t < a.T; ++t) {
+    const int64_t slot = a.slot_mapping[t];
+    need(slot >= 0 && slot < slots, "slot_mapping", slot, t, "a slot in [0, " + std::to_string(slots) + ")");
+  }
+  need(a.q_indptr[0] == 0, "q_indptr", a.q_indptr[0], 0, "0");
+  need(a.q_indptr[a.R] == a.T, "q_indptr", a.q_indptr[a.R], a.R, std::to_string(a.T) + ", the number of tokens");
+  for (int64_t r = 0; r < a.R; ++r) {
+    const int64_t tokens = a.q_indptr[r + 1] - a.q_indptr[r], length = a.kv_len[r];
+    need(tokens >= 0, "q_indptr", a.q_indptr[r + 1], r + 1, "a non-decreasing sequence");
+    if (tokens == 0) continue;
+    need(length >= tokens, "kv_len", length, r, ">= " + std::to_string(tokens) + ", the row's tokens");
+    need(length <= a.B * a.block, "kv_len", length, r, "<= " + std::to_string(a.B * a.block) + ", its block table");
+    for (int64_t b = a.first_visible(length - tokens) / a.block; b * a.block < length; ++b) {
+      const int64_t id = a.block_table[r * a.B + b];
+      need(id >= 0 && id < a.N, "block_table", id, r * a.B + b, "a block in [0, " + std::to_string(a.N) + ")");
+    }
+  }
+}
+
+}  // namespace
+
+void paged_attention(const PagedAttention& a, const Pool& pool) {
+  check_indices(a);
+  const bool wide = a.type == Type::kFloat32, wide_pool = a.pool_type == Type::kFloat32;
+  const auto attend_task = wide ? (wide_pool ? attend_ff : attend_fb) : (wide_pool ? attend_bf : attend_bb);
+  const auto append_tokens = wide ? (wide_pool ? append<float, float> : append<float, bf16>)
+                                  : (wide_pool ? append<bf16, float> : append<bf16, bf16>);
+
+  const int64_t group = a.H / a.Hkv, tokens = std::max<int64_t>(1, kQueries / group);
+  std::vector<Task> tasks;
+  int64_t work = 0, queries = 0;
+  for (int64_t r = 0; r < a.R; ++r) {
+    for (int64_t t = a.q_indptr[r]; t < a.q_indptr[r + 1]; t += tokens) {
+      const int64_t count = std::min(tokens, a.q_indptr[r + 1] - t);
+      for (int64_t h = 0; h < a.Hkv; ++h) tasks.push_back({r, t, count, h});
+      const int64_t high = a.kv_len[r] - a.q_indptr[r + 1] + t + count;
+      work += count * a.H * (high - a.first_visible(high - count)) * (a.Dk + a.Dv);
+      queries = std::max(queries, count * group);
+    }
+  }
+
+  constexpr int64_t kRows = 64;  // tokens per append task
+  pool.run((a.T + kRows - 1) / kRows, a.T * a.Hkv * (a.Dk + a.Dv) < kInline, [&](const auto& next) {
+    for (int64_t i = next(); i >= 0; i = next()) append_tokens(a, i * kRows, std::min(a.T, (i + 1) * kRows));
+  });
+  pool.run(static_cast<int64_t>(tasks.size()), work < kInline, [&](const auto& next) {
+    const Scratch scratch(a, queries);
+    for (int64_t i = next(); i >= 0; i = next()) attend_task(a, tasks[i], scratch);
+  });
+}
+
+}  // namespace fc

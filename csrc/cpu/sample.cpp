@@ -1,0 +1,232 @@
+// Gumbel-max in three passes over one row in cache: temper and maximum; mass; noise. Weights exp(x - max) come from one
+// polynomial and are summed in fp64, so every backend keeps the same tokens. Noise is drawn only for tiles of 64 that can
+// still win: it never exceeds gumbel(0xffffffff). Filters sort only what the tiles' maxima leave.
+#include "cpu/sample.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu/simd.h"
+
+namespace fc {
+namespace {
+
+typedef double f64x16 __attribute__((vector_size(128)));
+
+constexpr int64_t kTile = 64;
+constexpr int64_t kInline = 1 << 15;  // logits below which threads cost more than they save
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+struct Candidate {
+  float x;
+  int64_t id;
+};
+bool ranks_before(const Candidate& a, const Candidate& b) { return a.x > b.x || (a.x == b.x && a.id < b.id); }
+
+// A tempered row: x = z / temperature padded with -inf to whole tiles, the tiles' maxima, the row's maximum and mass.
+struct Row {
+  std::vector<float> x, peak;
+  float top;
+  bool valid;
+  double mass;
+};
+
+template <class T>
+FC_INLINE void temper(const T* logits, int64_t vocab, float inverse, Row& row) {
+  f32x16 best = splat(-kInfinity);
+  i32x16 nan = {};
+  for (int64_t tile = 0; tile * kTile < vocab; ++tile) {
+    f32x16 high = splat(-kInfinity);
+    for (int64_t v = tile * kTile; v < (tile + 1) * kTile; v += 16) {
+      f32x16 x = splat(-kInfinity);
+      if (v + 16 <= vocab) {
+        x = load(logits + v) * splat(inverse);
+      } else {
+        for (int64_t i = 0; v + i < vocab; ++i) x[i] = widen(logits[v + i]) * inverse;
+      }
+      nan |= x != x;
+      high = max(high, x);
+      store(row.x.data() + v, x);
+    }
+    row.peak[tile] = max(high);
+    best = max(best, high);
+  }
+  row.top = max(best);
+  int32_t bad = 0;
+  for (int i = 0; i < 16; ++i) bad |= nan[i];
+  row.valid = !bad && std::fabs(row.top) < kInfinity;
+}
+
+FC_INLINE void weigh(Row& row) {
+  f64x16 total = {};
+  for (size_t v = 0; v < row.x.size(); v += 16) {
+    total += __builtin_convertvector(map<exp32>(load(row.x.data() + v) - splat(row.top)), f64x16);
+  }
+  row.mass = 0;
+  for (int i = 0; i < 16; ++i) row.mass += total[i];
+}
+
+FC_CLONES void prepare(const float* logits, int64_t vocab, float inverse, Row& row) {
+  temper(logits, vocab, inverse, row);
+  weigh(row);
+}
+FC_CLONES void prepare(const bf16* logits, int64_t vocab, float inverse, Row& row) {
+  temper(logits, vocab, inverse, row);
+  weigh(row);
+}
+
+struct Noise {
+  uint64_t key;
+  uint32_t position, epoch;
+  float at(int64_t id) const {
+    const Words w = philox(key, static_cast<uint32_t>(id / 4), position, epoch, kTokenStream);
+    return gumbel(id % 4 == 0 ? w.w0 : id % 4 == 1 ? w.w1 : id % 4 == 2 ? w.w2 : w.w3);
+  }
+};
+
+struct Best {
+  float score = -kInfinity;
+  int64_t id = -1;
+  void offer(float y, int64_t v) {
+    if (y > score || (y == score && v < id)) score = y, id = v;
+  }
+};
+
+FC_CLONES void race_tile(const Row& row, int64_t tile, const Noise& noise, Best& best) {
+  float g[4][16], y[kTile];
+  for (int i = 0; i < 16; ++i) {
+    const Words w = philox(noise.key, static_cast<uint32_t>(tile * 16 + i), noise.position, noise.epoch, kTokenStream);
+    g[0][i] = gumbel(w.w0);
+    g[1][i] = gumbel(w.w1);
+    g[2][i] = gumbel(w.w2);
+    g[3][i] = gumbel(w.w3);
+  }
+  const float* x = row.x.data() + tile * kTile;
+  for (int i = 0; i < 16; ++i) {
+    for (int w = 0; w < 4; ++w) y[4 * i + w] = x[4 * i + w] + g[w][i];
+  }
+  for (int64_t v = 0; v < kTile; ++v) best.offer(y[v], tile * kTile + v);
+}
+
+// argmax of x + noise over the whole vocabulary, from the tile of the largest x outwards.
+int64_t race(const Row& row, const Noise& noise) {
+  const float limit = gumbel(0xffffffffu);
+  const int64_t first = std::find(row.peak.begin(), row.peak.end(), row.top) - row.peak.begin();
+  Best best;
+  race_tile(row, first, noise, best);
+  for (int64_t tile = 0; tile < static_cast<int64_t>(row.peak.size()); ++tile) {
+    if (tile != first && row.peak[tile] + limit >= best.score) race_tile(row, tile, noise, best);
+  }
+  return best.id;
+}
+
+// Every finite x >= low, by id.
+void collect(const Row& row, float low, std::vector<Candidate>& out) {
+  out.clear();
+  for (size_t tile = 0; tile < row.peak.size(); ++tile) {
+    if (!(row.peak[tile] >= low)) continue;
+    for (int64_t v = tile * kTile; v < static_cast<int64_t>(tile + 1) * kTile; ++v) {
+      if (row.x[v] >= low && row.x[v] > -kInfinity) out.push_back({row.x[v], v});
+    }
+  }
+}
+
+double mass_of(const Row& row, const std::vector<Candidate>& kept) {
+  double mass = 0;
+  for (const Candidate& c : kept) mass += exp32(c.x - row.top);
+  return mass;
+}
+
+// The tokens that top-k, top-p and min-p keep, in that order, each on what the previous kept.
+void filter(const Row& row, int64_t k, float p, float min_p, std::vector<Candidate>& kept) {
+  double mass = row.mass;
+  const bool ranked = k > 0 && k < static_cast<int64_t>(row.x.size());
+  if (ranked) {
+    float low = -kInfinity;  // the k-th largest of the tiles' maxima bounds the k-th largest value from below
+    if (k <= static_cast<int64_t>(row.peak.size())) {
+      std::vector<float> peaks = row.peak;
+      std::nth_element(peaks.begin(), peaks.begin() + (k - 1), peaks.end(), std::greater<>());
+      low = peaks[k - 1];
+    }
+    collect(row, low, kept);
+    if (k < static_cast<int64_t>(kept.size())) {
+      std::nth_element(kept.begin(), kept.begin() + (k - 1), kept.end(), ranks_before);
+      kept.resize(k);
+    }
+    mass = mass_of(row, kept);
+  }
+  if (p < 1) {
+    const double needed = static_cast<double>(p) * mass;
+    if (!ranked) {
+      for (float depth = 8; collect(row, row.top - depth, kept), mass_of(row, kept) < needed && depth < 128;) depth *= 2;
+    }
+    std::sort(kept.begin(), kept.end(), ranks_before);
+    double sum = 0;
+    size_t n = 0;
+    while (n < kept.size() && (n == 0 || sum < needed)) sum += exp32(kept[n++].x - row.top);
+    kept.resize(n);
+  } else if (!ranked) {
+    collect(row, min_p > 0 ? row.top + std::log(min_p) - 1e-3f * (1 + std::fabs(row.top)) : -kInfinity, kept);
+  }
+  std::erase_if(kept, [&](const Candidate& c) { return exp32(c.x - row.top) < min_p; });
+}
+
+void sample_row(const Sample& a, int64_t r, Row& row, std::vector<Candidate>& kept) {
+  const float temperature = a.temperature[r];
+  const bool greedy = temperature == 0;
+  const float inverse = greedy ? 1.0f : 1.0f / temperature;
+  if (a.type == Type::kFloat32) {
+    prepare(static_cast<const float*>(a.logits) + r * a.stride, a.V, inverse, row);
+  } else {
+    prepare(static_cast<const bf16*>(a.logits) + r * a.stride, a.V, inverse, row);
+  }
+  a.id[r] = -1;
+  a.logprob[r] = a.kept_mass[r] = std::numeric_limits<float>::quiet_NaN();
+  if (!row.valid) return;
+
+  const Noise noise{static_cast<uint64_t>(a.key[r]), static_cast<uint32_t>(a.position[r]),
+                    static_cast<uint32_t>(a.epoch[r])};
+  const bool truncated = (a.top_k[r] > 0 && a.top_k[r] < a.V) || a.top_p[r] < 1 || a.min_p[r] > 0;
+  a.kept_mass[r] = 1;
+  if (greedy) {
+    a.id[r] = std::find(row.x.begin(), row.x.end(), row.top) - row.x.begin();
+  } else if (!truncated) {
+    a.id[r] = race(row, noise);
+  } else {
+    filter(row, a.top_k[r], a.top_p[r], a.min_p[r], kept);
+    a.kept_mass[r] = static_cast<float>(mass_of(row, kept) / row.mass);
+    Best best;
+    for (const Candidate& c : kept) best.offer(c.x + noise.at(c.id), c.id);
+    a.id[r] = best.id;
+  }
+  a.logprob[r] = static_cast<float>(static_cast<double>(row.x[a.id[r]]) - row.top - std::log(row.mass));
+}
+
+void need(bool ok, const char* name, double got, int64_t row, const char* needed) {
+  if (ok) return;
+  throw std::invalid_argument(std::string(name) + ": got " + std::to_string(got) + " in row " + std::to_string(row) +
+                              ", need " + needed);
+}
+
+}  // namespace
+
+void sample(const Sample& a, const Pool& pool) {
+  for (int64_t r = 0; r < a.R; ++r) {
+    need(a.temperature[r] >= 0 && a.temperature[r] < kInfinity, "temperature", a.temperature[r], r, "a finite number >= 0");
+    need(a.top_k[r] >= 0, "top_k", a.top_k[r], r, ">= 0 (0 keeps all)");
+    need(a.top_p[r] > 0, "top_p", a.top_p[r], r, "in (0, 1]");
+    need(a.min_p[r] >= 0 && a.min_p[r] <= 1, "min_p", a.min_p[r], r, "in [0, 1]");
+  }
+  const int64_t tiles = (a.V + kTile - 1) / kTile;
+  pool.run(a.R, a.R * a.V < kInline, [&](const auto& next) {
+    Row row{std::vector<float>(tiles * kTile), std::vector<float>(tiles), 0, false, 0};
+    std::vector<Candidate> kept;
+    for (int64_t r = next(); r >= 0; r = next()) sample_row(a, r, row, kept);
+  });
+}
+
+}  // namespace fc

@@ -1,0 +1,156 @@
+"""Settings: frozen dataclasses and nothing else. Names follow TRL where it has one; batch size is in prompts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+def require(ok: bool, name: str, got: Any, need: str) -> None:
+    """Raise ``ValueError("<name>: got <got>, need <need>")`` unless ``ok``."""
+    if not ok:
+        raise ValueError(f"{name}: got {got!r}, need {need}")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one rollout is sampled: temperature, then top-k, top-p, min-p, then Gumbel-max over what is kept."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] | str | None = None  # strings; the token that completes one is kept
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.temperature >= 0, "temperature", self.temperature, ">= 0")
+        require(self.top_k >= 0, "top_k", self.top_k, ">= 0 (0 keeps all)")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, ">= 1")
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        require(all(isinstance(s, str) and s for s in stops), "stop", self.stop, "non-empty strings")
+        object.__setattr__(self, "stop", stops)
+
+    @property
+    def truncates(self) -> bool:
+        """True if top-k, top-p or min-p remove part of the distribution."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Settings that every method shares."""
+
+    output_dir: str = "out"  # metrics.jsonl, checkpoints and the final models
+    prompts_per_step: int = 16  # prompts per optimiser step (not rows: no divisibility rule)
+    num_generations: int = 8  # rollouts per prompt, the group size G
+    max_completion_length: int = 256  # new tokens per rollout
+    max_steps: int = -1  # optimiser steps; -1 takes num_train_epochs
+    num_train_epochs: float = 1.0
+    shuffle: bool = True  # a new permutation of the prompts each epoch, from the seed
+    seed: int = 0
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    learning_rate: float = 1e-6
+    lr_scheduler_type: str = "constant"  # constant | linear | cosine, after the warm-up
+    warmup_steps: int = 0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+    epsilon: float = 0.2  # clip_low
+    epsilon_high: float | None = None  # clip_high; None takes epsilon
+    beta: float = 0.0  # weight of the k3 KL to the reference (the starting weights)
+    loss_type: str = "dapo"  # dapo: mean over tokens | grpo: mean of sequence means | dr_grpo: sum / (N * max length)
+    scale_rewards: str = "group"  # group: divide by the group's std | none
+    reward_weights: tuple[float, ...] | None = None
+    mask_truncated_completions: bool = False  # leave rollouts without EOS out of the loss
+    num_iterations: int = 1  # passes over each rollout batch
+    steps_per_generation: int = 1  # optimiser steps that one rollout batch is split into
+
+    micro_batch_tokens: int = 16384  # packed tokens per forward; never changes the loss
+    gradient_checkpointing: bool = False
+    kv_memory: str = "1GiB"  # both models' KV pools together
+    block_size: int = 16
+    token_budget: int = 8192  # new tokens per engine forward (prompts are prefilled in chunks)
+    device: str | None = None
+
+    eval_steps: int = 0  # 0: only where an eval_dataset is given, at the end
+    save_steps: int = 0  # 0: only the final model
+    logging_steps: int = 10
+    report_to: str | tuple[str, ...] = "none"
+    log_completions: bool = False
+    num_completions_to_print: int = 2
+    chat_template_kwargs: dict | None = None
+    model_init_kwargs: dict | None = None
+    disable_tqdm: bool = False  # no live progress; metrics.jsonl is always written
+
+    def __post_init__(self) -> None:
+        require(self.num_generations >= 2, "num_generations", self.num_generations, ">= 2: advantages are relative")
+        for name in (
+            "prompts_per_step max_completion_length num_iterations steps_per_generation block_size "
+            "micro_batch_tokens token_budget logging_steps"
+        ).split():
+            require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
+        require(self.max_steps == -1 or self.max_steps >= 1, "max_steps", self.max_steps, "-1 or >= 1")
+        require(self.temperature > 0, "temperature", self.temperature, "> 0 in training: greedy groups carry no signal")
+        require(self.learning_rate >= 0, "learning_rate", self.learning_rate, ">= 0")
+        require(0 < self.epsilon, "epsilon", self.epsilon, "> 0")
+        require(self.beta >= 0, "beta", self.beta, ">= 0")
+        require(self.loss_type in ("dapo", "grpo", "dr_grpo"), "loss_type", self.loss_type, "dapo, grpo or dr_grpo")
+        require(self.scale_rewards in ("group", "none"), "scale_rewards", self.scale_rewards, "group or none")
+        kinds = ("constant", "linear", "cosine")
+        require(self.lr_scheduler_type in kinds, "lr_scheduler_type", self.lr_scheduler_type, " or ".join(kinds))
+        off_policy = self.num_iterations > 1 or self.steps_per_generation > 1
+        require(
+            not (off_policy and self.sampling.truncates),
+            "top_k, top_p, min_p",
+            (self.top_k, self.top_p, self.min_p),
+            "0, 1, 0 where a batch is reused: the ratio of a truncated law is not the policy's",
+        )
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, self.max_completion_length)
+
+    @property
+    def clip_high(self) -> float:
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def on_policy(self) -> bool:
+        """True if each rollout is used for one optimiser step, the one right after it was sampled."""
+        return self.num_iterations == 1 and self.steps_per_generation == 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class GRPOConfig(TrainConfig):
+    """One policy, one verifiable reward."""
+
+
+@dataclass(frozen=True)
+class TandemConfig(TrainConfig):
+    """A trained senior and a frozen junior write each rollout in turns (arXiv 2606.28166)."""
+
+    p: float = 0.5  # probability that a draw names the senior
+    max_gap: int = 32  # tokens without a boundary after which the author is redrawn anyway
+    schedule: Any = None  # a schedule object; None is Word(("senior", "junior"), p, max_gap)
+    denominator: str = "senior"  # tokens that the loss is averaged over: senior | response
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.p <= 1, "p", self.p, "in [0, 1]")
+        require(self.max_gap >= 1, "max_gap", self.max_gap, ">= 1")
+        require(self.denominator in ("senior", "response"), "denominator", self.denominator, "senior or response")

@@ -1,0 +1,313 @@
+"""The engine: several models write rollouts together, each with its own paged KV, authors handed off by catch-up."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from fastcollab import scheduler as python_scheduler
+from fastcollab.attention import PagedContext
+from fastcollab.config import SamplingParams, require
+from fastcollab.model import Model
+from fastcollab.pools import Pools, plan_blocks
+from fastcollab.sampling import Sampler, content_uid, row_key
+from fastcollab.schedules import Call, Schedule, Solo
+from fastcollab.tokens import StopStrings, check_same_vocabulary, decode, encode_prompt
+from fastcollab.types import Draw, Rollout
+
+try:
+    from fastcollab import _scheduler as native_scheduler
+except ImportError as error:  # absent, or built for another interpreter: both read as absent
+    native_scheduler = None
+    warnings.warn(f"fastcollab: the Python scheduler is used, the compiled one is absent ({error})", stacklevel=2)
+
+
+def _scheduler_class(which: str | None):
+    which = which or ("python" if os.environ.get("FASTCOLLAB_IMPL") == "reference" else None)
+    require(which in (None, "python", "native"), "scheduler", which, "None, python or native")
+    if which == "native" and native_scheduler is None:
+        raise RuntimeError("scheduler: got 'native', which was not built here; need a C++ compiler at install time")
+    return (python_scheduler if which == "python" or native_scheduler is None else native_scheduler).Scheduler
+
+
+def load_models(models: dict[str, Any], device: Any = None, init_kwargs: dict | None = None) -> dict[str, Model]:
+    """Name -> Model from name -> path, module, Model, or ``"base"`` (the one LoRA model with its adapter off)."""
+    require(isinstance(models, dict) and len(models) > 0, "models", models, "a dict of name to model or path")
+    loaded: dict[str, Model] = {}
+    for name, source in models.items():
+        if isinstance(source, Model):
+            loaded[name] = source
+        elif source != "base":
+            loaded[name] = Model(name, source, device=device, init_kwargs=init_kwargs)
+    for name in models.keys() - loaded.keys():
+        adapted = [m for m in loaded.values() if m.peft is not None]
+        require(len(adapted) == 1, name, "base", f"exactly one LoRA model beside it (found {len(adapted)})")
+        loaded[name] = Model(name, adapted[0].peft, device=device, adapter="off")
+    return {name: loaded[name] for name in models}
+
+
+def load_tokenizers(models: dict[str, Any]) -> dict[str, Any]:
+    """Name -> tokenizer of each model that is given as a folder with one."""
+    found, files = {}, ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    for name, source in models.items():
+        folder = Path(source) if isinstance(source, (str, Path)) else None
+        if folder and any((folder / f).exists() for f in files):
+            found[name] = AutoTokenizer.from_pretrained(folder)
+    return found
+
+
+class Engine:
+    """Rollouts of one or several models over one vocabulary.
+
+    ``models``: name -> path, ``PreTrainedModel``, peft model or ``Model``; the user's module is left as it was.
+    ``kv_memory`` is what all KV pools take together. Raises ``UnsupportedModelError`` for a model that cannot be
+    driven (by name, with the reason) and ``ValueError`` for unequal vocabularies.
+    """
+
+    def __init__(
+        self,
+        models: dict[str, Any],
+        tokenizer: Any = None,
+        device: Any = None,
+        kv_memory: str | int = "1GiB",
+        block_size: int = 16,
+        token_budget: int = 8192,
+        prefix_cache: bool = True,
+        scheduler: str | None = None,
+    ) -> None:
+        require(block_size >= 1, "block_size", block_size, ">= 1")
+        require(token_budget >= 1, "token_budget", token_budget, ">= 1")
+        self.models = load_models(models, device)
+        self.names = list(self.models)
+        self.tokenizer, self.vocab_size = self._vocabulary(tokenizer, load_tokenizers(models))
+        everyone = list(self.models.values())
+        blocks = plan_blocks(everyone, kv_memory, block_size)
+        self.pools = [
+            Pools(m.layers, n, block_size, m.dtype, m.device) for m, n in zip(everyone, blocks, strict=True)
+        ]
+        self.block_size, self.num_blocks = block_size, blocks
+        costs = [float(m.weight_bytes) for m in everyone]
+        self.scheduler = _scheduler_class(scheduler)(blocks, block_size, token_budget, costs, prefix_cache)
+        self._versions = [m.version for m in everyone]
+        self.reset_stats()
+
+    def _vocabulary(self, tokenizer: Any, own: dict[str, Any]) -> tuple[Any, int]:
+        """The shared tokenizer (or None) and the number of ids that may be sampled: padded heads are sliced."""
+        widths = {name: m.vocab_size for name, m in self.models.items()}
+        check_same_vocabulary(own)
+        if tokenizer is None and own:
+            tokenizer = next(iter(own.values()))
+        if tokenizer is None:
+            require(len(set(widths.values())) == 1, "models", widths, "one vocabulary size, or tokenizer=")
+            return None, next(iter(widths.values()))
+        size = max(tokenizer.get_vocab().values()) + 1
+        require(min(widths.values()) >= size, "models", widths, f"heads of >= {size} ids, the tokenizer's")
+        return tokenizer, size
+
+    # -- generation
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        n: int = 1,
+        schedule: Schedule | Callable | None = None,
+        sampling: SamplingParams | None = None,
+        seed: int = 0,
+        step: int = 0,
+        uids: Sequence[int | str] | None = None,
+        chat_template_kwargs: dict | None = None,
+    ) -> list[Rollout]:
+        """``len(prompts) * n`` rollouts, prompt-major.
+
+        Draws are keyed by (seed, step, uid or content hash, occurrence of that uid in the call, sample): neither the
+        order of the prompts nor the batch changes a row. Without a schedule the first model writes alone.
+        """
+        sampling = sampling or SamplingParams()
+        schedule = self._schedule(schedule)
+        require(n >= 1, "n", n, ">= 1")
+        require(len(prompts) > 0, "prompts", list(prompts), "at least one prompt")
+        require(uids is None or len(uids) == len(prompts), "uids", uids and len(uids), f"{len(prompts)}, one a prompt")
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError(f"stop: got {sampling.stop!r} and no tokenizer, need tokenizer= to find text")
+        models = [self.names.index(w) for w in schedule.writers]
+        encoded = [encode_prompt(self.tokenizer, p, i, chat_template_kwargs) for i, p in enumerate(prompts)]
+        limits = [self._limit(ids, i, schedule.writers) for i, ids in enumerate(encoded)]
+        self._refresh()
+        eos = sorted({i for m in models for i in self.models[self.names[m]].eos_ids})
+        arguments = schedule.policy(self.tokenizer, self.vocab_size)
+        policy = self.scheduler.add_policy(models=models, eos=eos, **arguments)
+        rows, seen = [], Counter()
+        started = perf_counter()
+        try:
+            for group, (ids, limit) in enumerate(zip(encoded, limits, strict=True)):
+                uid = content_uid(ids if uids is None else uids[group])
+                for sample in range(n):
+                    key = row_key(seed, step, uid, seen[uid], sample)
+                    max_new = min(sampling.max_new_tokens, limit)
+                    row = self.scheduler.add(ids, key, group, max_new, policy, sampling.ignore_eos)
+                    rows.append((row, uid, group, sample))
+                seen[uid] += 1
+            mass = self._run(schedule, sampling, {row: (group, sample) for row, _, group, sample in rows})
+        except BaseException:
+            self.scheduler.reset()
+            raise
+        self._wall += perf_counter() - started
+        version = self.models[schedule.writers[0]].version
+        return [self._rollout(*row, encoded, schedule, sampling, seed, version, mass) for row in rows]
+
+    def _schedule(self, schedule: Schedule | Callable | None) -> Schedule:
+        if schedule is None:
+            schedule = Solo(self.names[0])
+        elif not isinstance(schedule, Schedule):
+            if not callable(schedule):
+                raise ValueError(f"schedule: got {schedule!r}, need a schedule object or a callable")
+            schedule = Call(schedule, tuple(self.names))
+        unknown = [w for w in schedule.writers if w not in self.models]
+        require(not unknown, "schedule writers", unknown, f"names among {self.names}")
+        return schedule
+
+    def _limit(self, ids: list[int], index: int, writers: Sequence[str]) -> int:
+        """How many tokens may follow a prompt."""
+        bad = [i for i in ids if not 0 <= i < self.vocab_size]
+        require(not bad, f"prompt {index}", bad[:4], f"ids in 0..{self.vocab_size - 1}")
+        limit = 1 << 30
+        for name in writers:
+            longest = self.models[name].max_length
+            if longest is not None:
+                need = f"< {longest}, the limit of {name!r}"
+                require(len(ids) < longest, f"prompt {index}", f"{len(ids)} tokens", need)
+                limit = min(limit, longest - len(ids))
+        return limit
+
+    def _refresh(self) -> None:
+        """Forget the KV of every model whose weights changed since the last call."""
+        for m, name in enumerate(self.names):
+            version = self.models[name].version
+            if version != self._versions[m]:
+                self.scheduler.invalidate(m)
+                self._versions[m] = version
+
+    def _run(self, schedule: Schedule, sampling: SamplingParams, where: dict[int, tuple[int, int]]) -> dict | None:
+        """Forwards until no row is left; returns each row's kept masses where the law is truncated."""
+        scheduler, sampler = self.scheduler, Sampler(sampling)
+        written: dict[int, list[int]] = {row: [] for row in where}
+        mass = {row: [] for row in where} if sampling.truncates else None
+        stops = StopStrings(sampling.stop, lambda ids: decode(self.tokenizer, ids, False)) if sampling.stop else None
+        while scheduler.unfinished():
+            if isinstance(schedule, Call):
+                self._ask(schedule, len(schedule.writers))
+            for m in scheduler.next_models():
+                plan = scheduler.plan(m)
+                if len(plan.rows):
+                    break
+            else:
+                raise RuntimeError("engine: no row can move; this is a bug, please report it")
+            ids, logprob, kept = (t.numpy() for t in self._forward(m, plan, sampler))
+            if len(ids) and ids.min() < 0:
+                s = int(ids.argmin())
+                group, sample = where[int(plan.sample_rows[s])]
+                raise FloatingPointError(
+                    f"rollout {group}/{sample}: got logits without a finite value or with NaN from "
+                    f"{self.names[m]!r} at position {plan.position[s]}, need finite logits"
+                )
+            scheduler.commit(m, ids, logprob, perf_counter())
+            self._rows_in[m] += len(plan.rows)
+            if mass is not None:
+                for row, value in zip(plan.sample_rows.tolist(), kept.tolist(), strict=True):
+                    mass[row].append(value)
+            if stops is not None:
+                for row, i in zip(plan.sample_rows.tolist(), ids.tolist(), strict=True):
+                    written[row].append(i)
+                    if stops.first_hit(written[row], len(written[row]) - 1):
+                        scheduler.finish(row, python_scheduler.STOP)
+        return mass
+
+    def _forward(self, m: int, plan, sampler: Sampler) -> tuple[torch.Tensor, ...]:
+        """One forward of model ``m``: copies, append + attend, head on the rows that speak, one draw each."""
+        model, pools = self.models[self.names[m]], self.pools[m]
+        device = model.device
+
+        def move(array):
+            return torch.from_numpy(array).to(device)
+
+        if len(plan.copies):
+            pools.copy(move(plan.copies))
+        context = PagedContext(
+            pools, move(plan.slot_mapping), move(plan.block_table), move(plan.q_indptr), move(plan.kv_len)
+        )
+        index = move(plan.logit_index)
+        logits = model.decode(move(plan.input_ids), move(plan.position_ids), context, index)
+        return tuple(t.cpu() for t in sampler(logits[:, : self.vocab_size], plan))
+
+    def _ask(self, schedule: Call, writers: int) -> None:
+        for row in self.scheduler.asking():
+            prompt, ids, author = self.scheduler.view(row)
+            writer = int(schedule.choose(prompt, ids, author))
+            require(0 <= writer < writers, "schedule", writer, f"an index in 0..{writers - 1}")
+            self.scheduler.set_author(row, writer)
+
+    def _rollout(self, row, uid, group, sample, encoded, schedule, sampling, seed, version, mass) -> Rollout:
+        record = self.scheduler.take(row)
+        prompt = encoded[group]
+        ids = record.ids[len(prompt) :].tolist()
+        text = decode(self.tokenizer, ids)
+        finish = python_scheduler.FINISH[record.finish]
+        if finish == "stop":
+            text = StopStrings(sampling.stop, None).cut(text)
+        return Rollout(
+            prompt_ids=list(prompt),
+            ids=ids,
+            author=record.author,
+            writers=schedule.writers,
+            logprob=record.logprob,
+            finish=finish,
+            draws=[Draw(t, python_scheduler.REASONS[reason], writer) for t, reason, writer in record.draws],
+            text=text,
+            uid=uid,
+            group=group,
+            sample=sample,
+            seed=seed,
+            policy_version=version,
+            kept_mass=None if mass is None else np.array(mass[row], np.float32),
+        )
+
+    # -- figures
+
+    def reset_stats(self) -> None:
+        """Start the figures of ``stats`` anew."""
+        self._wall, self._rows_in = 0.0, [0] * len(self.names)
+        self._before = {k: list(v) for k, v in self.scheduler.counters.items()}
+        self._latency_from = len(self.scheduler.latencies)
+
+    def stats(self) -> dict[str, Any]:
+        """Figures since the last ``reset_stats``: totals, and per model under its name.
+
+        ``tokens`` were fed, ``sampled`` drawn, ``catch_up`` are foreign tokens ingested, ``cached`` prompt tokens not
+        computed; ``occupancy`` is rows a forward; ``handoff_latency_ms`` the median from the last foreign token to
+        the first own; ``tokens_per_s`` sampled tokens over the wall time of ``generate``.
+        """
+        counters = {
+            k: [now - then for now, then in zip(v, self._before[k], strict=True)]
+            for k, v in self.scheduler.counters.items()
+        }
+        latencies = self.scheduler.latencies[self._latency_from :]
+        result: dict[str, Any] = {k: sum(v) for k, v in counters.items()}
+        result["wall_s"] = self._wall
+        result["tokens_per_s"] = result["sampled"] / self._wall if self._wall else 0.0
+        result["handoff_latency_ms"] = float(np.median(latencies)) * 1e3 if latencies else None
+        for m, name in enumerate(self.names):
+            own = {k: v[m] for k, v in counters.items()}
+            own["occupancy"] = self._rows_in[m] / own["forwards"] if own["forwards"] else 0.0
+            own["blocks"] = self.num_blocks[m]
+            result[name] = own
+        return result

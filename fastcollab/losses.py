@@ -1,0 +1,55 @@
+"""The public losses, and how their metrics over micro-batches become the step's log values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from fastcollab.reference.losses import (
+    LOG_RATIO_CAP,
+    advantage_regression,
+    anchors,
+    effective_advantage,
+    kl_estimate,
+    policy_loss,
+    value_estimate,
+)
+
+__all__ = [
+    "LOG_RATIO_CAP",
+    "advantage_regression",
+    "anchors",
+    "effective_advantage",
+    "kl_estimate",
+    "merge_metrics",
+    "policy_loss",
+    "value_estimate",
+]
+
+_COMBINE = {"min": min, "max": max}
+
+
+def merge_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
+    """Metrics of one step from those of its micro-batches: sums become means over all kept tokens or segments.
+
+    ``token_sum/kl`` becomes ``kl``, ``{token_sum,min,max}/ratio`` become ``ratio/{mean,min,max}``,
+    ``count/tokens`` becomes ``num_loss_tokens``. Means and extremes over nothing are left out.
+    """
+    total: dict[str, float] = {}
+    for part in parts:
+        for key, value in part.items():
+            combine = _COMBINE.get(key.split("/", 1)[0], operator.add)
+            total[key] = combine(total[key], float(value)) if key in total else float(value)
+    merged = {}
+    for key, value in total.items():
+        kind, name = key.split("/", 1)
+        count = total["count/segments" if kind == "segment_sum" else "count/tokens"]
+        if kind == "count":
+            merged[f"num_loss_{name}"] = value
+        elif count > 0 and kind in _COMBINE:
+            merged[f"{name}/{kind}"] = value
+        elif count > 0:
+            merged[f"{name}/mean" if f"min/{name}" in total else name] = value / count
+    return merged

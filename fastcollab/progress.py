@@ -1,0 +1,68 @@
+"""Progress: a live line per run on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.text import Text
+
+from fastcollab.types import Rollout
+
+COLOURS = ("cyan", "magenta", "yellow", "green", "blue")  # by index of the writer
+SHOWN = (  # column, key, format
+    ("reward", "reward", "{:.3f}"),
+    ("std", "reward_std", "{:.3f}"),
+    ("grad", "grad_norm", "{:.2f}"),
+    ("senior", "tandem/senior_token_frac", "{:.2f}"),
+    ("tok/s", "tokens_per_s/rollout", "{:,.0f}"),
+)
+
+
+def summary(row: dict[str, Any]) -> str:
+    """The figures that tell whether a step works: not the loss, which is 0 on-policy by construction."""
+    return "  ".join(f"{name} {form.format(row[key])}" for name, key, form in SHOWN if row.get(key) is not None)
+
+
+def coloured(rollout: Rollout, tokenizer: Any) -> Text:
+    """The response, each token in its author's colour."""
+    text = Text()
+    for i, author in zip(rollout.ids, rollout.author, strict=True):
+        text.append(tokenizer.decode([i]), style=COLOURS[int(author) % len(COLOURS)])
+    return text
+
+
+class Progress:
+    """Context manager around a run of ``total`` steps; ``step(row)`` after each."""
+
+    def __init__(self, total: int, enabled: bool = True, label: str = "train", every: int = 10) -> None:
+        self.total, self.enabled, self.label, self.every = total, enabled, label, every
+        self.console = Console()
+        self.bar: Bar | None = None
+
+    def __enter__(self) -> Progress:
+        if self.enabled and self.console.is_terminal:
+            columns = (BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[row]}"))
+            self.bar = Bar(TextColumn("{task.description}"), *columns, console=self.console)
+            self.task = self.bar.add_task(self.label, total=self.total, row="")
+            self.bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def step(self, row: dict[str, Any]) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=row["step"], row=summary(row))
+        elif self.enabled and (row["step"] % self.every == 0 or row["step"] in (1, self.total)):
+            self.console.print(f"{self.label} {row['step']}/{self.total}  {summary(row)}", highlight=False)
+
+    def completions(self, rollouts: Sequence[Rollout], tokenizer: Any) -> None:
+        """Print a few responses, coloured by author."""
+        if self.enabled and tokenizer is not None:
+            for rollout in rollouts:
+                self.console.print(coloured(rollout, tokenizer))

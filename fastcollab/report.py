@@ -1,0 +1,322 @@
+"""The report: one self-contained HTML file (inline SVG and CSS, no script, no network) from a run's metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastcollab.config import require
+from fastcollab.report_style import CSS
+from fastcollab.report_svg import STYLES, Series, histogram, line_chart, number
+
+Rows = Sequence[Mapping[str, Any]]
+Sample = tuple[str, Sequence[tuple[str, str]], float | None]  # prompt, (token text, writer) pairs, reward
+
+ROLES = ("policy", "senior", "junior", "verifier")  # the order in which authors take their styles; others follow by name
+
+
+class Panel(NamedTuple):
+    """A chart of one metric: its key, title, unit, fixed range of the axis (or None) and a note below."""
+
+    key: str
+    title: str
+    unit: str = ""
+    y_range: tuple[float, float] | None = None
+    note: str = ""
+
+
+REWARD = Panel("reward", "Mean reward of each step's rollouts")
+PANELS = (
+    Panel("tandem/senior_token_frac", "Senior's share of the tokens", "", (0.0, 1.0)),
+    Panel("grad_norm", "Gradient norm, before clipping"),
+    Panel("reward_std", "Standard deviation of the reward within a group"),
+    Panel("handoff/latency_ms", "Hand-off latency, median of each step", " ms"),
+    Panel("completions/mean_length", "Length of the responses", " tokens"),
+    Panel("tokens_per_s/rollout", "Rollout speed", " tokens/s"),
+)
+
+
+def write_report(
+    path: str | Path,
+    runs: Mapping[str, Rows],
+    table: Mapping[str, Any] | None = None,
+    samples: Mapping[str, Sequence[Sample]] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the report and return its path.
+
+    ``runs``: name -> rows of metrics.jsonl. ``table``: {"header": [...], "rows": [[...], ...]}, optionally "title";
+    cells are shown as they are. ``samples``: name -> (prompt, [(token text, writer), ...], reward or None).
+    ``settings``: name -> value. Raises ValueError for no run, or a table whose rows are not as wide as its header.
+    """
+    require(len(runs) > 0, "runs", dict(runs), "at least one")
+    samples = samples or {}
+    steps = max((row.get("step", 0) for rows in runs.values() for row in rows), default=0)
+    sections = [
+        _section("Results", _table(table) if table else ""),
+        _section("Training", _charts(runs)),
+        _section("Runs", _table(_overview(runs))),
+        _section("Evaluation", "".join(_table(t) for t in _evaluations(runs))),
+        _section("Sample rollouts", _samples(samples)),
+        _section("Settings", _settings(settings or {})),
+    ]
+    page = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+        'content="width=device-width, initial-scale=1"><title>fastcollab report: '
+        f"{escape(', '.join(runs))}</title><style>\n{CSS}</style></head><body><main>"
+        f"<header><h1>fastcollab report</h1><p>{escape(' · '.join(runs))} · {steps:,} steps</p></header>"
+        f"{''.join(sections)}</main></body></html>\n"
+    )
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+# -- folders
+
+
+def summarise(folder: str | Path) -> dict[str, list[dict[str, Any]]]:
+    """Run name -> its metrics rows, of a run folder and of the runs in its direct subfolders.
+
+    A run is named by ``"name"`` in its settings.json, else by its folder. Raises ValueError for a missing folder, a
+    folder without metrics.jsonl, or a line that is not a JSON object.
+    """
+    folder = Path(folder)
+    require(folder.is_dir(), "report", str(folder), "a run folder")
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for place in (folder, *sorted(p for p in folder.iterdir() if p.is_dir())):
+        if (place / "metrics.jsonl").is_file():
+            settings = _read_json(place / "settings.json")
+            name = str(settings.get("name") or place.resolve().name)
+            runs[name if name not in runs else str(place)] = _read_lines(place / "metrics.jsonl")
+    require(len(runs) > 0, "report", str(folder), "a folder with metrics.jsonl, its own or of a direct subfolder")
+    return runs
+
+
+def save_inputs(
+    folder: str | Path,
+    table: Mapping[str, Any] | None = None,
+    samples: Mapping[str, Sequence[Sample]] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> None:
+    """Store what ``write_report`` takes beside metrics.jsonl, so that ``report_folder`` makes the same page again."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if table:
+        (folder / "table.json").write_text(json.dumps(table, indent=1), encoding="utf-8")
+    if settings:
+        (folder / "settings.json").write_text(json.dumps(settings, indent=1, default=str), encoding="utf-8")
+    if samples:
+        with open(folder / "rollouts.jsonl", "w", encoding="utf-8") as sink:
+            for run, shown in samples.items():
+                for prompt, tokens, reward in shown:
+                    pairs = [[text, writer] for text, writer in tokens]
+                    row = {"run": run, "prompt": prompt, "tokens": pairs, "reward": reward}
+                    sink.write(json.dumps(row) + "\n")
+
+
+def report_folder(folder: str | Path, out: str | Path | None = None) -> Path:
+    """The report of a run folder (metrics.jsonl, and table.json, rollouts.jsonl, settings.json where present)."""
+    folder = Path(folder)
+    runs = summarise(folder)
+    samples: dict[str, list[Sample]] = {}
+    if (folder / "rollouts.jsonl").is_file():
+        for i, row in enumerate(_read_lines(folder / "rollouts.jsonl"), 1):
+            missing = {"prompt", "tokens"} - row.keys()
+            require(not missing, f"{folder / 'rollouts.jsonl'} line {i}", sorted(row), f"also {sorted(missing)}")
+            tokens = [(text, writer) for text, writer in row["tokens"]]
+            samples.setdefault(row.get("run", ""), []).append((row["prompt"], tokens, row.get("reward")))
+    table = _read_json(folder / "table.json")
+    return write_report(out or folder / "report.html", runs, table, samples, _read_json(folder / "settings.json"))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: got invalid JSON ({error}), need an object") from error
+    require(isinstance(value, dict), str(path), type(value).__name__, "a JSON object")
+    return value
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    with open(path, encoding="utf-8") as source:
+        for i, line in enumerate(source, 1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path} line {i}: got invalid JSON ({error}), need one object a line") from error
+            require(isinstance(row, dict), f"{path} line {i}", type(row).__name__, "a JSON object")
+            rows.append(row)
+    return rows
+
+
+# -- figures
+
+
+def _series(runs: Mapping[str, Rows], key: str) -> list[Series]:
+    """The runs that have ``key``, each in its own style; missing and non-finite values are left out."""
+    result = []
+    for style, (name, rows) in enumerate(runs.items()):
+        points = [(row["step"], row[key]) for row in rows if "step" in row and _is_finite(row.get(key))]
+        if points:
+            result.append(Series(name, style, points))
+    return result
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _charts(runs: Mapping[str, Rows]) -> str:
+    reward = _series(runs, REWARD.key)
+    low, high = _extent(reward)
+    unit_range = (0.0, 1.0) if 0 <= low and high <= 1 else None
+    note = "Light: each step. Strong: a centred mean over a tenth of the run."
+    big = line_chart("reward", REWARD.title, reward, y_range=unit_range, note=note) if reward else ""
+    small = []
+    for panel in PANELS:
+        series = _series(runs, panel.key)
+        if series:
+            key = "chart-" + panel.key.replace("/", "-")
+            small.append(line_chart(key, panel.title, series, panel.unit, panel.y_range, panel.note))
+    latency = [s for s in _series(runs, "handoff/latency_ms") if len(s.points) > 4]
+    if latency:
+        small.append(histogram("latency-histogram", "Hand-off latency, steps by their median", latency, " ms"))
+    grid = f'<div class="charts">{"".join(small)}</div>' if small else ""
+    return f'<div class="wide">{big}</div>{grid}' if big else grid
+
+
+def _extent(series: Sequence[Series]) -> tuple[float, float]:
+    values = [y for s in series for _, y in s.points]
+    return (min(values), max(values)) if values else (0.0, 0.0)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _overview(runs: Mapping[str, Rows]) -> dict[str, Any]:
+    """A table of figures that metrics.jsonl alone gives, a column per run."""
+
+    def column(rows: Rows) -> list[str]:
+        def values(key: str) -> list[float]:
+            return [row[key] for row in rows if _is_finite(row.get(key))]
+
+        reward, part = values("reward"), max(1, len(values("reward")) // 10)
+        ends = f"{_mean(reward[:part]):.3f} → {_mean(reward[-part:]):.3f}" if reward else "–"
+        latency = sorted(values("handoff/latency_ms"))
+        share, seconds = values("tandem/senior_token_frac"), values("step_time")
+        return [
+            f"{max((row.get('step', 0) for row in rows), default=0):,}",
+            ends,
+            f"{_mean(share):.3f}" if share else "–",
+            f"{sum(values('num_tokens')):,.0f}",
+            f"{sum(values('handoff/count')):,.0f}",
+            f"{number(latency[len(latency) // 2])} ms" if latency else "–",
+            f"{sum(seconds):,.1f} s" if seconds else "–",
+        ]
+
+    names = (
+        "steps",
+        "reward, first → last tenth of the steps",
+        "senior's share of the tokens",
+        "tokens sampled",
+        "hand-offs",
+        "hand-off latency, median of the steps",
+        "time in steps",
+    )
+    columns = [column(rows) for rows in runs.values()]
+    return {"header": ["", *runs], "rows": [list(cells) for cells in zip(names, *columns, strict=True)]}
+
+
+def _evaluations(runs: Mapping[str, Rows]) -> list[dict[str, Any]]:
+    """Per run with evaluation rows (keys ``eval/...``): each figure at the first and at the last evaluation."""
+    tables = []
+    for name, rows in runs.items():
+        evaluated = [row for row in rows if any(k.startswith("eval/") for k in row)]
+        if not evaluated:
+            continue
+        shown = evaluated if len(evaluated) == 1 else [evaluated[0], evaluated[-1]]
+        keys = dict.fromkeys(k for row in shown for k in row if k.startswith("eval/"))
+        cells = [[k.removeprefix("eval/"), *(_cell(row.get(k)) for row in shown)] for k in keys]
+        tables.append({"title": name, "header": ["", *(f"step {row.get('step', 0)}" for row in shown)], "rows": cells})
+    return tables
+
+
+def _cell(value: Any) -> str:
+    return number(value) if _is_finite(value) else "–"
+
+
+# -- parts of the page
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{body}</section>" if body else ""
+
+
+def _table(table: Mapping[str, Any]) -> str:
+    missing = {"header", "rows"} - table.keys()
+    require(not missing, "table", sorted(table), "keys header and rows")
+    header, title = list(table["header"]), str(table.get("title", ""))
+    for i, row in enumerate(table["rows"]):
+        require(len(row) == len(header), f"table row {i}", f"{len(row)} cells", f"{len(header)}, one per column")
+    head = "".join(f'<th scope="col">{escape(str(c))}</th>' if str(c) else "<td></td>" for c in header)
+    body = "".join(
+        f'<tr><th scope="row">{escape(str(row[0]))}</th>' + "".join(f"<td>{escape(str(c))}</td>" for c in row[1:]) + "</tr>"
+        for row in table["rows"]
+        if row
+    )
+    caption = f"<caption>{escape(title)}</caption>" if title else ""
+    label = escape(title or "table", quote=True)
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{label}"><table>{caption}'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _samples(samples: Mapping[str, Sequence[Sample]]) -> str:
+    writers = {writer for shown in samples.values() for _, tokens, _ in shown for _, writer in tokens}
+    order = [w for w in ROLES if w in writers] + sorted(writers.difference(ROLES))
+    style = {writer: f"w{i % STYLES}" for i, writer in enumerate(order)}
+    if not order:
+        return ""
+    legend = "".join(f'<li><span class="{style[w]}">{escape(w)}</span></li>' for w in order)
+    parts = [f'<ul class="legend authors">{legend}</ul>']
+    for name, shown in samples.items():
+        cards = "".join(_sample(*sample, style) for sample in shown)
+        parts.append(f'<h3>{escape(name)}</h3><div class="cards">{cards}</div>')
+    return "".join(parts)
+
+
+def _sample(prompt: str, tokens: Sequence[tuple[str, str]], reward: float | None, style: Mapping[str, str]) -> str:
+    """One rollout: the prompt, then each token in its author's style; a change of author is said to screen readers."""
+    spans, last = [], None
+    for text, writer in tokens:
+        said = f'<span class="sr"> [{escape(writer)}] </span>' if writer != last else ""
+        title = escape(writer, quote=True)
+        spans.append(f'{said}<span class="{style[writer]}" title="{title}">{escape(text)}</span>')
+        last = writer
+    counts = {w: sum(writer == w for _, writer in tokens) for w in style}
+    shares = " · ".join(f"{escape(w)} {n}" for w, n in counts.items() if n)
+    scored = "no reward" if reward is None else f"reward {number(reward)}"
+    return (
+        f'<article><p class="facts"><b>{scored}</b> <span>{len(tokens)} tokens: {shares}</span></p>'
+        f'<pre><span class="prompt">{escape(prompt)}</span>{"".join(spans)}</pre></article>'
+    )
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    def shown(value: Any) -> str:
+        return value if isinstance(value, str) else json.dumps(value, default=str)
+
+    items = "".join(f"<div><dt>{escape(str(k))}</dt><dd>{escape(shown(v))}</dd></div>" for k, v in settings.items())
+    return f"<dl>{items}</dl>" if items else ""

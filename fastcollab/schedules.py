@@ -1,0 +1,153 @@
+"""Schedules: who writes the next token. Each is data; the scheduler runs it.
+
+``kind`` is how an author is chosen (draw, cycle, call), ``boundary`` and ``max_gap`` are when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fastcollab.config import require
+from fastcollab.tokens import containing, word_boundaries
+
+DRAW, CYCLE, ASK = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Base: ``writers`` are model names; ``policy`` turns the schedule into the scheduler's arguments."""
+
+    writers: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        writers = (self.writers,) if isinstance(self.writers, str) else tuple(self.writers)
+        ok = 1 <= len(writers) <= 255 and len(set(writers)) == len(writers)
+        require(ok, "writers", self.writers, "1..255 different names")
+        object.__setattr__(self, "writers", writers)
+
+    def policy(self, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+        """Arguments of ``Scheduler.add_policy`` but for ``models`` and ``eos``."""
+        raise NotImplementedError
+
+    def _first(self, first: str | None) -> int:
+        require(first is None or first in self.writers, "first", first, f"one of {self.writers}")
+        return -1 if first is None else self.writers.index(first)
+
+
+@dataclass(frozen=True)
+class Solo(Schedule):
+    """One writer writes alone."""
+
+    writers: tuple[str, ...] | str = ("policy",)
+
+    def policy(self, tokenizer, vocab_size):
+        require(len(self.writers) == 1, "Solo writers", self.writers, "one name")
+        return dict(kind=CYCLE, first=0)
+
+
+def _cumulative(p: float | Sequence[float], writers: Sequence[str]) -> tuple[float, ...]:
+    probabilities = [p, 1 - p] if isinstance(p, (int, float)) else list(p)
+    ok = len(probabilities) == len(writers) and min(probabilities) >= 0 and abs(sum(probabilities) - 1) < 1e-6
+    require(ok, "p", p, f"probabilities of {len(writers)} writers that sum to 1")
+    return tuple(np.cumsum(probabilities).tolist())
+
+
+@dataclass(frozen=True)
+class Word(Schedule):
+    """Tandem's schedule (arXiv 2606.28166; spec 2.2): a memoryless redraw after each token that opens a word.
+
+    The token that opens a word is still the outgoing author's. ``max_gap`` tokens without a boundary force a draw.
+    """
+
+    writers: tuple[str, ...] = ("senior", "junior")
+    p: float | tuple[float, ...] = 0.5  # of the first writer, or of each
+    max_gap: int = 32
+    boundaries: Any = None  # ids; None derives them from the tokenizer
+    first: str | None = None  # None draws the first author too
+
+    def policy(self, tokenizer, vocab_size):
+        require(self.max_gap >= 1, "max_gap", self.max_gap, ">= 1")
+        if self.boundaries is not None:
+            boundary = np.zeros(vocab_size, np.uint8)
+            ids = np.asarray(list(self.boundaries), np.int64)
+            ok = len(ids) > 0 and ids.min() >= 0 and ids.max() < vocab_size
+            require(ok, "boundaries", list(self.boundaries)[:8], f"ids in 0..{vocab_size - 1}, at least one")
+            boundary[ids] = 1
+        elif tokenizer is None:
+            raise ValueError("boundaries: got None and no tokenizer, need boundaries= or tokenizer=")
+        else:
+            boundary = word_boundaries(tokenizer, vocab_size)
+        cumulative, first = _cumulative(self.p, self.writers), self._first(self.first)
+        return dict(kind=DRAW, cumulative=cumulative, boundary=boundary, max_gap=self.max_gap, first=first)
+
+
+@dataclass(frozen=True)
+class Bernoulli(Schedule):
+    """A fresh draw at every token."""
+
+    writers: tuple[str, ...] = ("senior", "junior")
+    p: float | tuple[float, ...] = 0.5
+
+    def policy(self, tokenizer, vocab_size):
+        return dict(kind=DRAW, cumulative=_cumulative(self.p, self.writers), max_gap=1)
+
+
+@dataclass(frozen=True)
+class Chunk(Schedule):
+    """``n`` tokens each, in a cycle that is counted per row."""
+
+    n: int
+    writers: tuple[str, ...] = ("senior", "junior")
+    first: str | None = None  # None is the first writer
+
+    def __init__(self, n: int, writers: Sequence[str] = ("senior", "junior"), first: str | None = None) -> None:
+        for name, value in (("n", n), ("writers", writers), ("first", first)):
+            object.__setattr__(self, name, value)
+        self.__post_init__()
+
+    def policy(self, tokenizer, vocab_size):
+        require(self.n >= 1, "Chunk n", self.n, ">= 1")
+        return dict(kind=CYCLE, max_gap=self.n, first=max(0, self._first(self.first)))
+
+
+@dataclass(frozen=True)
+class Alternate(Schedule):
+    """Each token by the next writer."""
+
+    writers: tuple[str, ...] = ("senior", "junior")
+
+    def policy(self, tokenizer, vocab_size):
+        return dict(kind=CYCLE, max_gap=1, first=0)
+
+
+@dataclass(frozen=True)
+class Paragraph(Schedule):
+    """For evaluation (tandem 3.3): the next writer after each token that contains ``separator``; the first starts."""
+
+    writers: tuple[str, ...] = ("senior", "junior")
+    separator: str = "\n\n"
+
+    def policy(self, tokenizer, vocab_size):
+        if tokenizer is None:
+            raise ValueError("Paragraph: got no tokenizer, need tokenizer= to find the separator")
+        return dict(kind=CYCLE, boundary=containing(tokenizer, vocab_size, self.separator), first=0)
+
+
+@dataclass(frozen=True)
+class Call(Schedule):
+    """``choose(prompt_ids, ids, author) -> index of the next writer``, asked before every token."""
+
+    choose: Callable[[np.ndarray, np.ndarray, np.ndarray], int] = None
+    writers: tuple[str, ...] = ("senior", "junior")
+
+    def __init__(self, choose: Callable, writers: Sequence[str] = ("senior", "junior")) -> None:
+        object.__setattr__(self, "choose", choose)
+        object.__setattr__(self, "writers", writers)
+        self.__post_init__()
+
+    def policy(self, tokenizer, vocab_size):
+        return dict(kind=ASK)

@@ -1,0 +1,339 @@
+"""Training: one loop, prompts -> rollouts -> rewards -> advantages -> update, whatever the method."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastcollab.advantages import group_advantages
+from fastcollab.config import TrainConfig, require
+from fastcollab.data import Cursor, load_dataset
+from fastcollab.engine import Engine, load_models, load_tokenizers
+from fastcollab.evaluate import evaluate, legibility
+from fastcollab.losses import merge_metrics, policy_loss
+from fastcollab.methods import METHODS
+from fastcollab.model import Model
+from fastcollab.optim import clip_grad_norm, make_optimizer, make_schedule
+from fastcollab.packing import Item, micro_batches
+from fastcollab.progress import Progress
+from fastcollab.rewards import RewardFunctions
+from fastcollab.schedules import Solo
+from fastcollab.scoring import batch_logprob, rollout_logprobs
+from fastcollab.tokens import check_same_vocabulary
+from fastcollab.types import Rollout
+
+AGGREGATION = {"dapo": "token-mean", "grpo": "sequence-mean", "dr_grpo": "constant"}
+
+
+@dataclass
+class TrainResult:
+    """What ``train`` returns: the models (``PreTrainedModel``), and the rows that metrics.jsonl holds."""
+
+    models: dict[str, Any]
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    output_dir: str = ""
+
+
+def train(
+    method: str,
+    models: dict[str, Any],
+    train_dataset: Any,
+    reward_funcs: Callable | Sequence[Callable],
+    args: TrainConfig | None = None,
+    *,
+    peft_config: Any = None,
+    processing_class: Any = None,
+    eval_dataset: Any = None,
+    callbacks: Sequence[Any] = (),
+) -> TrainResult:
+    """Train by ``method`` ("grpo" or "tandem"); the models by role: {"policy"} or {"senior", "junior"}.
+
+    A model is a path or a ``PreTrainedModel``; with ``peft_config`` the trained one becomes a LoRA model and the junior
+    may be ``"base"``, the same weights with the adapter off. Datasets: list of dicts, JSONL path or
+    ``datasets.Dataset`` with column ``prompt``. Writes ``metrics.jsonl`` (a row per optimiser step) and the trained
+    model as a Hugging Face folder to ``args.output_dir``.
+    """
+    parts = (peft_config, processing_class, eval_dataset, callbacks)
+    return Trainer(method, models, train_dataset, reward_funcs, args, *parts).run()
+
+
+class Trainer:
+    """The parts of a run, made once; ``run`` is the loop."""
+
+    def __init__(
+        self, method, models, train_dataset, reward_funcs, args, peft_config, processing_class, eval_dataset, callbacks
+    ) -> None:
+        require(method in METHODS, "method", method, " or ".join(METHODS))
+        self.args = args = METHODS[method].config() if args is None else args
+        config = METHODS[method].config
+        require(isinstance(args, config), "args", type(args).__name__, f"{config.__name__} for method {method!r}")
+        self.method = METHODS[method](list(models), args)
+        self.rows = load_dataset(train_dataset)
+        self.eval_rows = load_dataset(eval_dataset) if eval_dataset is not None else None
+        self.score_funcs = RewardFunctions(reward_funcs, args.reward_weights)
+        own = load_tokenizers(models)
+        check_same_vocabulary(own)
+        tokenizer = processing_class or next(iter(own.values()), None)
+        adapted = _with_adapter(models, self.method.policy, peft_config, args)
+        self.models = load_models(adapted, args.device, args.model_init_kwargs)
+        self.policy: Model = self.models[self.method.policy]
+        self.engine = Engine(self.models, tokenizer, args.device, args.kv_memory, args.block_size, args.token_budget)
+        self._freeze()
+        self.reference = self._reference() if args.beta else None
+        parameters = [p for p in self.policy.module.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(parameters, args)
+        self.parameters = parameters
+        self.cursor = Cursor(len(self.rows), args.prompts_per_step * args.steps_per_generation, args.seed, args.shuffle)
+        self.total_steps = self._total_steps()
+        self.lr_schedule = make_schedule(self.optimizer, args, self.total_steps)
+        self.history: list[dict[str, Any]] = []
+        self.callbacks = list(callbacks)
+        self.step = 0
+
+    # -- the loop
+
+    def run(self) -> TrainResult:
+        args, out = self.args, Path(self.args.output_dir)
+        out.mkdir(parents=True, exist_ok=True)
+        self.progress = Progress(self.total_steps, not args.disable_tqdm, args.output_dir, args.logging_steps)
+        with open(out / "metrics.jsonl", "w") as self.sink, self.progress:
+            while self.step < self.total_steps:
+                started = perf_counter()
+                rollouts = self.rollouts()
+                rewards, row = self.rewards(rollouts)
+                groups = [r.group for r in rollouts]
+                advantage, more = group_advantages(torch.from_numpy(rewards), groups, scale=args.scale_rewards)
+                items = self.items(rollouts, rewards, advantage)
+                row |= more | self.describe(rollouts) | {"tokens_per_s/rollout": self.rate(rollouts, started)}
+                for part in self.parts(items):
+                    if self.step == self.total_steps:
+                        break
+                    before = perf_counter()
+                    update = self.update(part)
+                    update["tokens_per_s/train"] = self.rate([i.rollout for i in part], before)
+                    self.step += 1
+                    self.log(row | update | {"step_time": perf_counter() - started}, rollouts)
+                    started = perf_counter()
+                    if args.eval_steps and self.step % args.eval_steps == 0:
+                        self.evaluate()
+            if self.eval_rows and not (args.eval_steps and self.step % args.eval_steps == 0):
+                self.evaluate()
+        self.save(out / self.method.policy)
+        return TrainResult({name: m.peft or m.module for name, m in self.models.items()}, self.history, str(out))
+
+    def rollouts(self) -> list[Rollout]:
+        """One batch of prompts, ``num_generations`` rollouts each."""
+        batch = self.cursor.next_batch()
+        self.batch_rows = [self.rows[index] for index, _ in batch]
+        self.engine.reset_stats()
+        return self.engine.generate(
+            [row["prompt"] for row in self.batch_rows],
+            n=self.args.num_generations,
+            schedule=self.method.schedule,
+            sampling=self.args.sampling,
+            seed=self.args.seed,
+            step=self.step,
+            uids=[row["uid"] for row in self.batch_rows] if "uid" in self.batch_rows[0] else None,
+            chat_template_kwargs=self.args.chat_template_kwargs,
+        )
+
+    def rewards(self, rollouts: Sequence[Rollout], rows: Sequence[dict] | None = None) -> tuple[np.ndarray, dict]:
+        """Rewards [N] (NaN: every function abstained) and their metrics; ``rows[r.group]`` belongs to rollout r."""
+        rows = self.batch_rows if rows is None else rows
+        rows = [rows[r.group] for r in rollouts]
+        scores = self.score_funcs(
+            [row["prompt"] for row in rows],
+            [_completion(row["prompt"], r) for row, r in zip(rows, rollouts, strict=True)],
+            {name: [row.get(name) for row in rows] for name in rows[0]},
+            completion_ids=[r.ids for r in rollouts],
+            authors=[[r.writers[a] for a in r.author] for r in rollouts],
+            interventions=[r.interventions for r in rollouts],
+            trainer_state={"global_step": self.step},
+        )
+        return scores.rewards.numpy(), scores.metrics
+
+    def items(self, rollouts: Sequence[Rollout], rewards: np.ndarray, advantage: torch.Tensor) -> list[Item]:
+        """Each rollout with its loss mask, advantage, old (and reference) log-probs."""
+        args, masks = self.args, []
+        for r, reward in zip(rollouts, rewards, strict=True):
+            dropped = math.isnan(reward) or (args.mask_truncated_completions and r.finish == "length")
+            masks.append(np.zeros(len(r.ids), bool) if dropped else self.method.loss_mask(r))
+        old = [r.logprob for r in rollouts]
+        if not args.on_policy:
+            old = self.logprobs(self.policy, rollouts, masks)
+        ref = self.logprobs(self.reference, rollouts, masks) if args.beta else [None] * len(rollouts)
+        return [Item(*parts) for parts in zip(rollouts, masks, advantage.tolist(), old, ref, strict=True)]
+
+    def parts(self, items: list[Item]) -> Iterator[list[Item]]:
+        """The batch's optimiser steps: whole groups, ``num_iterations`` passes in one order."""
+        size = self.args.prompts_per_step * self.args.num_generations
+        for _ in range(self.args.num_iterations):
+            for start in range(0, len(items), size):
+                yield items[start : start + size]
+
+    def update(self, items: list[Item]) -> dict[str, float]:
+        """One optimiser step on the whole list; micro-batches only bound memory."""
+        args, version = self.args, self.policy.version
+        denominator = self.denominator(items)
+        live = [i for i in items if i.advantage != 0 or args.beta]
+        for p in self.parameters:  # zeros, not None: a batch without signal still steps, like any other
+            p.grad = torch.zeros_like(p)
+        total, parts = 0.0, []
+        for batch in micro_batches(live, args.micro_batch_tokens, self.policy.device):
+            logprob, _ = batch_logprob(self.policy, batch, self.engine.vocab_size, args.temperature)
+            loss, metrics = policy_loss(
+                logprob,
+                batch.old_logprob,
+                batch.advantage,
+                torch.ones_like(batch.target, dtype=torch.bool),
+                batch.segment_ids,
+                clip_low=args.epsilon,
+                clip_high=args.clip_high,
+                aggregation=AGGREGATION[args.loss_type],
+                max_length=args.max_completion_length,
+                denominator=denominator,
+                ref_logprob=batch.ref_logprob,
+                beta=args.beta,
+            )
+            loss.backward()
+            total += float(loss.detach())
+            parts.append(metrics)
+        norm = clip_grad_norm(self.parameters, args.max_grad_norm, self.step)
+        rate = self.lr_schedule.get_last_lr()[0]
+        self.optimizer.step()
+        self.lr_schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        row = {"loss": total, "grad_norm": float(norm), "learning_rate": rate, "trained_tokens": denominator}
+        row |= {"policy_version_rollout": items[0].rollout.policy_version, "policy_version_train": version}
+        return row | merge_metrics(parts)
+
+    def denominator(self, items: Sequence[Item]) -> float:
+        """Tokens or sequences of the global batch, zero-advantage groups included; at least 1."""
+        if self.args.loss_type != "dapo":
+            return max(1, sum(i.mask.any() for i in items))
+        return max(1, sum(int(self.method.denominator_mask(i.rollout).sum()) for i in items if i.mask.any()))
+
+    # -- parts
+
+    def logprobs(self, model: Model, rollouts, masks) -> list[np.ndarray]:
+        settings = (self.engine.vocab_size, self.args.temperature, self.args.micro_batch_tokens)
+        return rollout_logprobs(model, rollouts, masks, *settings)
+
+    def _freeze(self) -> None:
+        """Only the policy trains; a module that it shares with a frozen role keeps its adapter trainable."""
+        for model in self.models.values():
+            if model.module is not self.policy.module:
+                model.module.requires_grad_(False)
+        trainable = any(p.requires_grad for p in self.policy.module.parameters())
+        require(trainable, self.method.policy, "no trainable parameter", "at least one")
+        if self.args.gradient_checkpointing:
+            self.policy.module.gradient_checkpointing_enable()
+        self.policy.module.train()
+
+    def _reference(self) -> Model:
+        """The starting weights: the adapter off where there is one, else a frozen copy."""
+        if self.policy.peft is not None:
+            return Model("reference", self.policy.peft, device=self.args.device, adapter="off")
+        module = copy.deepcopy(self.policy.module).requires_grad_(False).eval()
+        return Model("reference", module, device=self.args.device)
+
+    def _total_steps(self) -> int:
+        args = self.args
+        if args.max_steps > 0:
+            return args.max_steps
+        return self.cursor.num_steps(args.num_train_epochs) * args.steps_per_generation * args.num_iterations
+
+    def describe(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Lengths, hand-offs and the method's own monitors."""
+        lengths = [len(r.ids) for r in rollouts]
+        stats = self.engine.stats()
+        row = {
+            "num_tokens": sum(lengths),
+            "completions/mean_length": float(np.mean(lengths)),
+            "completions/max_length": max(lengths),
+            "completions/clipped_ratio": float(np.mean([r.finish == "length" for r in rollouts])),
+            "handoff/count": stats["handoffs"],
+            "handoff/latency_ms": stats["handoff_latency_ms"],
+            "handoff/catch_up_tokens": stats["catch_up"],
+            "engine/preemptions": stats["preemptions"],
+            "engine/cached_tokens": stats["cached"],
+        }
+        return row | self.method.metrics(rollouts)
+
+    @staticmethod
+    def rate(rollouts: Sequence[Rollout], since: float) -> float:
+        return sum(len(r.ids) for r in rollouts) / (perf_counter() - since)
+
+    def evaluate(self) -> dict[str, float]:
+        """One row under ``eval/``: each of the method's schedules on the evaluation prompts, one sample each."""
+        row: dict[str, Any] = {"step": self.step}
+        prompts = [r["prompt"] for r in self.eval_rows]
+        for name, schedule in self.method.schedules().items():
+
+            def score(rollouts):
+                return self.rewards(rollouts, self.eval_rows)[0]
+
+            result, rollouts = evaluate(self.engine, prompts, score, schedule, self.args.sampling, seed=self.args.seed)
+            row |= {f"eval/{name}/{k}": v for k, v in result.items()}
+            if isinstance(schedule, Solo):
+                for reader, model in self.models.items():
+                    if reader != self.method.policy:
+                        row[f"eval/legibility/{reader}"] = legibility(model, rollouts, self.engine.vocab_size)
+        self._write(row)
+        return row
+
+    def log(self, row: dict[str, Any], rollouts: Sequence[Rollout]) -> None:
+        row = {"step": self.step} | row
+        self._write(row)
+        self.progress.step(row)
+        if self.args.log_completions and self.step % self.args.logging_steps == 0:
+            self.progress.completions(rollouts[: self.args.num_completions_to_print], self.engine.tokenizer)
+        for callback in self.callbacks:
+            callback(row)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        self.history.append(clean)
+        self.sink.write(json.dumps(clean, allow_nan=False) + "\n")
+        self.sink.flush()
+
+    def save(self, folder: Path) -> None:
+        """The trained model as a Hugging Face folder, moved into place when it is complete."""
+        part = folder.with_name(folder.name + ".part")
+        (self.policy.peft or self.policy.module).save_pretrained(part)
+        if self.engine.tokenizer is not None:
+            self.engine.tokenizer.save_pretrained(part)
+        if folder.exists():
+            folder.rename(folder.with_name(f"{folder.name}.old-{os.getpid()}"))
+        part.rename(folder)
+
+
+def _completion(prompt: Any, rollout: Rollout) -> Any:
+    """The response as the prompt came: text for text, a message for messages, ids where there is no tokenizer."""
+    if rollout.text is None:
+        return rollout.ids
+    is_chat = not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], dict)
+    return [{"role": "assistant", "content": rollout.text}] if is_chat else rollout.text
+
+
+def _with_adapter(models: dict[str, Any], policy: str, peft_config: Any, args: TrainConfig) -> dict[str, Any]:
+    """The models with paths loaded and the policy wrapped in a LoRA adapter where a ``peft_config`` is given."""
+    if peft_config is None:
+        return dict(models)
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    source = models[policy]
+    if isinstance(source, (str, Path)):
+        source = AutoModelForCausalLM.from_pretrained(source, **(args.model_init_kwargs or {}))
+    return dict(models) | {policy: get_peft_model(source, peft_config)}
