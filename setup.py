@@ -1,4 +1,4 @@
-"""Builds the compiled parts: fastcollab._C (operators) and fastcollab._scheduler; pure Python without a C++ compiler."""
+"""Builds the compiled parts, fastcollab._C (operators) and fastcollab._scheduler; pure Python without a compiler."""
 
 import os
 import shlex

@@ -4,8 +4,8 @@
 
 The knowledge converges (greedy decoding is right) and the headroom lies in the texts: each carry is forgotten with
 probability SLIP, so what is sampled at temperature 1 is right only some of the time, and reinforcement has something to
-raise. In PRIVATE_SHARE of its texts the senior writes ``&`` and ``~`` for ``+`` and ``=``. Two threads, about two minutes;
-the same machine gives the same bits.
+raise. In PRIVATE_SHARE of its texts the senior writes ``&`` and ``~`` for ``+`` and ``=``. Two threads, three minutes on
+two free cores; the same machine gives the same bits.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     """Words, digits and signs with their leading space; a digit without one continues a number. Text round-trips."""
     core = Tokenizer(models.WordLevel({surface: i for i, surface in enumerate(VOCABULARY)}, unk_token=UNK))
     split = pre_tokenizers.Split(Regex(r" ?[a-z]+| ?[^a-z\s]|\s"), behavior="isolated")
-    core.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     core.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -113,7 +114,7 @@ def draw_text(recipe: Recipe, rng: random.Random) -> tuple[str, str]:
 
 
 def make_batch(texts: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded ids [B, T] and labels [B, T]: only the response and its EOS are learnt, a prompt's digits are noise."""
+    """Right-padded ids [B, T] and labels [B, T]: only the response and its EOS are learnt: prompts are noise."""
     prompts = tokenizer([p for p, _ in texts])["input_ids"]
     responses = tokenizer([r for _, r in texts])["input_ids"]
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -149,7 +150,8 @@ def train(name: str, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, steps: 
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % 100 == 0 or step + 1 == steps:
-            print(f"{name} step {step + 1}/{steps}  loss {loss.item():.4f}  {time.perf_counter() - start:.0f} s", flush=True)
+            seconds = time.perf_counter() - start
+            print(f"{name} step {step + 1}/{steps}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
     return model.eval()
 
 
@@ -163,7 +165,9 @@ def respond(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, prompts:
 
 
 @torch.inference_mode()
-def cross_entropy(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, texts: list[tuple[str, str]]) -> torch.Tensor:
+def cross_entropy(
+    model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, texts: list[tuple[str, str]]
+) -> torch.Tensor:
     """Nats per response token [N], one number per (prompt, response); the EOS counts."""
     ids, labels = make_batch(texts, tokenizer)
     target = labels[:, 1:]
@@ -204,7 +208,8 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = make_tokenizer()
     pair = {name: train(name, recipe, tokenizer, args.steps, args.batch) for name, recipe in RECIPES.items()}
     for name, model in pair.items():
-        model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+        model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)
         model.save_pretrained(args.out / name)
         tokenizer.save_pretrained(args.out / name)
     if args.check:

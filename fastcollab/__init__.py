@@ -8,8 +8,8 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Engine": "engine",
-    "train": "train",
-    "TrainResult": "train",
+    "train": "trainer",
+    "TrainResult": "trainer",
     "SamplingParams": "config",
     "TrainConfig": "config",
     "GRPOConfig": "config",
@@ -23,9 +23,9 @@ _HOME = {
     "Paragraph": "schedules",
     "Call": "schedules",
     "UnsupportedModelError": "attention",
-    "evaluate": "evaluate",
-    "legibility": "evaluate",
-    "pass_at_k": "evaluate",
+    "evaluate": "evaluation",
+    "legibility": "evaluation",
+    "pass_at_k": "evaluation",
 }
 _MODULES = ("ops", "losses", "tiny", "kernels", "bench", "report")
 __all__ = sorted(_HOME)

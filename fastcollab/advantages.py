@@ -43,8 +43,8 @@ def group_advantages(
         group_ids = [g for g, group in enumerate(rewards) for _ in group]
         rewards = [r for group in rewards for r in group]
     r, ids = _to_tensor(rewards), torch.as_tensor(group_ids, dtype=torch.int64).cpu()
-    require(len(r) == len(ids), "group_ids", len(ids), f"one per reward, {len(r)}")
-    require(len(r) > 0, "rewards", "none", "at least one row")
+    require(len(r) == len(ids), "number of group_ids", len(ids), f"{len(r)}, one per reward")
+    require(len(r) > 0, "number of rewards", 0, ">= 1")
     infinite = r.isinf()
     require(not infinite.any(), f"reward of row {int(infinite.int().argmax())}", "inf", "a finite number or None")
 

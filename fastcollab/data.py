@@ -31,7 +31,7 @@ def load_dataset(source: Any, name: str = "train_dataset") -> list[Row]:
         got = type(source).__name__ + (f" with keys {list(source)[:8]}" if isinstance(source, Mapping) else "")
         require(is_rows, name, got, "a list of dicts, a JSONL path, one split of a datasets.Dataset, or an iterable")
         rows = [_to_dict(row, f"{name} row {i}") for i, row in enumerate(source)]
-    require(len(rows) > 0, name, "no row", "at least one")
+    require(len(rows) > 0, f"number of rows in {name}", 0, ">= 1")
     for i, row in enumerate(rows):
         _check_prompt(row, f"{name} row {i}")
     return rows

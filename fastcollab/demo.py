@@ -16,10 +16,10 @@ from rich.table import Table
 from fastcollab import tiny
 from fastcollab.config import GRPOConfig, SamplingParams, TandemConfig
 from fastcollab.engine import Engine
-from fastcollab.evaluate import evaluate, legibility
+from fastcollab.evaluation import evaluate, legibility
 from fastcollab.report import write_report
 from fastcollab.schedules import Solo, Word
-from fastcollab.train import TrainResult, train
+from fastcollab.trainer import TrainResult, train
 from fastcollab.types import Rollout
 
 COLUMNS = ("start", "Tandem", "GRPO")

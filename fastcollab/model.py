@@ -30,9 +30,9 @@ class Head(NamedTuple):
 
 
 class Quiet:
-    """Context manager: evaluation mode in every submodule (no dropout, no router jitter), adapters off if asked; then back.
+    """Context manager: every submodule in evaluation mode (no dropout, no router jitter), adapters off if asked.
 
-    Cheap when nothing has to change. May be nested.
+    Each is back as it was afterwards. Cheap when nothing has to change. May be nested.
     """
 
     def __init__(self, module: nn.Module, adapters: list[nn.Module]):
@@ -73,7 +73,7 @@ class Driven:
         self._quiet.__exit__()
 
     def replay(self, function, *args):
-        """Call ``function`` driven, whenever: a checkpointed layer runs again in the backward, long after its forward."""
+        """Call ``function`` driven, whenever that is: a checkpointed layer runs again in the backward."""
         with self:
             return function(*args)
 
@@ -84,18 +84,27 @@ class Model:
     Args:
         name: what errors and statistics call it.
         source: a path or hub id, a ``PreTrainedModel``, or a ``peft`` model. Several Models may share one.
-        tokenizer: kept as an attribute; default: the one saved beside a path, or None. Its EOS id counts where neither the
-            generation config nor the config names one.
+        tokenizer: kept as an attribute; default: the one saved beside a path, or None. Its EOS id counts where neither
+            the generation config nor the config names one.
         device: where to move it; default: where it is, or for a path CUDA if present.
         adapter: "on", or "off" for the same weights without their LoRA (the frozen base of a trained senior).
         init_kwargs: for ``from_pretrained``, where source is a path; the dtype is the checkpoint's unless given.
 
     Attributes: module (the HF model), peft (its wrapper or None), tokenizer, layers (one LayerSpec each), eos_ids,
-    max_length (None: unlimited), vocab_size (logit width), weight_bytes, dtype, device. Raises ``UnsupportedModelError`` naming the architecture and the reason.
+    max_length (None: unlimited), vocab_size (logit width), weight_bytes, dtype, device.
+    Raises ``UnsupportedModelError`` naming the architecture and the reason.
     """
 
-    def __init__(self, name: str, source: str | os.PathLike | nn.Module, *, tokenizer: Any = None,
-                 device: torch.device | str | None = None, adapter: str = "on", init_kwargs: dict | None = None):  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        source: str | os.PathLike | nn.Module,
+        *,
+        tokenizer: Any = None,
+        device: torch.device | str | None = None,
+        adapter: str = "on",
+        init_kwargs: dict | None = None,
+    ):
         require(adapter in ("on", "off"), "adapter", adapter, '"on" or "off"')
         self.name, self.adapter = name, adapter
         if not isinstance(source, nn.Module):
@@ -122,6 +131,17 @@ class Model:
         self.eos_ids = _eos_ids(self.module, tokenizer)
 
         adapters = [m for m in self.module.modules() if hasattr(m, "_disable_adapters")]
+        if self.peft is not None and not adapters:
+            kinds = sorted(str(c.peft_type.value) for c in self.peft.peft_config.values())
+            raise refuse(
+                self.module, f"got a peft model of type {kinds}, need one whose layers sit inside it, such as LoRA"
+            )
+        if adapter == "off":
+            require(
+                len(adapters) > 0, "adapter", "off", f"a model with an adapter, not {type(self.module).__name__} alone"
+            )
+            merged = any(getattr(m, "merged", False) for m in adapters)
+            require(not merged, "adapter", "off with merged weights", "unmerge_adapter() first")
         self._foreign = _adapter_parameters(adapters) if adapter == "off" else frozenset()
         self._bumps = 0
         _LIVE.add(self)
@@ -131,7 +151,8 @@ class Model:
         self.layers: list[LayerSpec] = probe(self)
 
     def __repr__(self) -> str:
-        return f"Model({self.name!r}, {type(self.module).__name__}, {self.weight_bytes / 1e6:.1f} MB, adapter={self.adapter!r})"
+        size = f"{self.weight_bytes / 1e6:.1f} MB"
+        return f"Model({self.name!r}, {type(self.module).__name__}, {size}, adapter={self.adapter!r})"
 
     @property
     def weight_bytes(self) -> int:
@@ -140,7 +161,7 @@ class Model:
 
     @property
     def version(self) -> int:
-        """Grows whenever a weight is changed in place (any optimiser's step, ``load_state_dict``) or :meth:`bump` is called."""
+        """Grows with every change of a weight in place (optimiser step, ``load_state_dict``) and every :meth:`bump`."""
         return self._bumps + sum(p._version for p in self.parameters())
 
     def bump(self) -> None:
@@ -153,9 +174,13 @@ class Model:
 
     def last_hidden(self, input_ids: Tensor, position_ids: Tensor, context: Context | None = None) -> Tensor:
         """The decoder alone: ids, positions int64 [T] -> what the head takes [T, D]. Call it inside ``self.driven``."""
-        out = self._base(input_ids=input_ids.unsqueeze(0), position_ids=position_ids.unsqueeze(0), use_cache=False,
-                         fastcollab=context)  # fmt: skip
-        h = out.last_hidden_state.squeeze(0)
+        out = self._base(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(0),
+            use_cache=False,
+            fastcollab=context,
+        )
+        h = out[0].squeeze(0)
         return h if self._scale == 1 else h * self._scale
 
     def logits(self, h: Tensor) -> Tensor:
@@ -163,7 +188,9 @@ class Model:
         z = nn.functional.linear(h, self._head.weight, self._head.bias)
         return z if self._softcap is None else torch.tanh(z / self._softcap) * self._softcap
 
-    def decode(self, input_ids: Tensor, position_ids: Tensor, context: Context, logit_index: Tensor | None = None) -> Tensor:
+    def decode(
+        self, input_ids: Tensor, position_ids: Tensor, context: Context, logit_index: Tensor | None = None
+    ) -> Tensor:
         """One generation forward, without autograd, in evaluation mode.
 
         input_ids, position_ids: int64 [T], the new tokens of all rows, packed. context: a ``PagedContext``, whose pools
@@ -183,16 +210,19 @@ class Model:
         """
         marked = [m for m in self._checkpointable if m.gradient_checkpointing] if torch.is_grad_enabled() else []
         with self.driven:
+            own = [vars(layer).get("forward") for layer in marked]  # None unless somebody hooked the instance
             for layer in marked:
-                vars(layer)["forward"] = partial(self._checkpointed, layer)
+                vars(layer)["forward"] = partial(self._checkpointed, layer, layer.forward)
             try:
                 return self.last_hidden(input_ids, position_ids, PackedContext(segments))
             finally:
-                for layer in marked:
+                for layer, forward in zip(marked, own, strict=True):
                     del vars(layer)["forward"]
+                    if forward is not None:
+                        vars(layer)["forward"] = forward
 
-    def _checkpointed(self, layer: GradientCheckpointingLayer, *args, **kwargs):
-        run = partial(type(layer).forward, layer, **kwargs)
+    def _checkpointed(self, layer: GradientCheckpointingLayer, forward, *args, **kwargs):
+        run = partial(forward, **kwargs)
         return layer._gradient_checkpointing_func(partial(self.driven.replay, run), *args)
 
     def head(self) -> Head:
@@ -216,13 +246,18 @@ register_optimizer_step_post_hook(_count_fused_steps)
 
 def _has_tokenizer(source: str | os.PathLike) -> bool:
     folder = os.fspath(source)
-    return not os.path.isdir(folder) or any(os.path.exists(os.path.join(folder, f"tokenizer{end}")) for end in (".json", "_config.json", ".model"))
+    return not os.path.isdir(folder) or any(
+        os.path.exists(os.path.join(folder, f"tokenizer{end}")) for end in (".json", "_config.json", ".model")
+    )
 
 
 def _linear_head(module: PreTrainedModel) -> nn.Linear:
     head = module.get_output_embeddings()
     if hasattr(head, "_disable_adapters"):
-        raise refuse(module, f"got an adapter on its head ({type(head).__name__}), need lm_head left out of target_modules and modules_to_save")
+        raise refuse(
+            module,
+            f"got an adapter on its head ({type(head).__name__}), need lm_head in no target_modules or modules_to_save",
+        )
     if not isinstance(head, nn.Linear):
         raise refuse(module, f"got a head of type {type(head).__name__}, need nn.Linear")
     return head
@@ -238,5 +273,11 @@ def _eos_ids(module: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
 
 def _adapter_parameters(adapters: list[nn.Module]) -> frozenset[int]:
     """Ids of the parameters that adapters add to the module."""
-    kept = {id(p) for m in adapters for part in ("base_layer", "original_module") if hasattr(m, part) for p in getattr(m, part).parameters()}
+    kept = {
+        id(p)
+        for m in adapters
+        for part in ("base_layer", "original_module")
+        if hasattr(m, part)
+        for p in getattr(m, part).parameters()
+    }
     return frozenset(id(p) for m in adapters for p in m.parameters()) - kept

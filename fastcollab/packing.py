@@ -21,6 +21,7 @@ class Item:
     advantage: float
     old_logprob: np.ndarray  # fp32 [len(ids)]
     ref_logprob: np.ndarray | None = None  # fp32 [len(ids)]
+    kept: bool = True  # False: no reward, or truncated and masked by option; it counts in no denominator
 
     @property
     def used(self) -> int:

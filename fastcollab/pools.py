@@ -27,8 +27,14 @@ class Pools:
     Attributes: ``k``, ``v`` (lists of tensors, by layer), ``num_blocks``, ``block_size``.
     """
 
-    def __init__(self, layers: Sequence[Layer], num_blocks: int, block_size: int, dtype: torch.dtype,
-                 device: torch.device | str | None = None):  # fmt: skip
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ):
         require(num_blocks >= 1, "num_blocks", num_blocks, ">= 1")
         require(block_size >= 1, "block_size", block_size, ">= 1")
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -55,12 +61,17 @@ def bytes_per_block(layers: Iterable[Layer], block_size: int, dtype: torch.dtype
     return sum(layer.kv_heads * (layer.k_width + layer.v_width) for layer in layers) * block_size * dtype.itemsize
 
 
-_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}, **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)},
+    **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
+}
 _UNITS["KB"] = _UNITS["kB"]
 
 
 def parse_memory(text: str | int) -> int:
-    """Bytes of ``"1GiB"``, ``"512 MiB"``, ``"2.5GB"`` or a plain number; ``ValueError`` if it is none or below one byte."""
+    """Bytes of ``"1GiB"``, ``"512 MiB"``, ``"2.5GB"`` or a plain number; ``ValueError`` for anything else."""
     need = 'a positive size such as "1GiB", "512MiB", "2.5GB" or a number of bytes'
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     require(match is not None and match[2] in _UNITS, "kv_memory", text, need)
@@ -79,5 +90,10 @@ def plan_blocks(models: Iterable, kv_memory: str | int, block_size: int) -> list
     require(bool(sizes), "models", list(sizes), "at least one")
     require(block_size >= 1, "block_size", block_size, ">= 1")
     budget, one = parse_memory(kv_memory), sum(sizes.values())
-    require(budget >= one, "kv_memory", f"{budget} bytes", f">= {one} bytes, one block of {block_size} tokens in each of {list(sizes)}")
+    require(
+        budget >= one,
+        "kv_memory",
+        f"{budget} bytes",
+        f">= {one} bytes, one block of {block_size} tokens in each of {list(sizes)}",
+    )
     return [budget // one] * len(sizes)

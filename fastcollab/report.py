@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from fastcollab.config import require
@@ -16,25 +17,25 @@ from fastcollab.report_svg import STYLES, Series, histogram, line_chart, number
 Rows = Sequence[Mapping[str, Any]]
 Sample = tuple[str, Sequence[tuple[str, str]], float | None]  # prompt, (token text, writer) pairs, reward
 
-ROLES = ("policy", "senior", "junior", "verifier")  # the order in which authors take their styles; others follow by name
+ROLES = ("policy", "senior", "junior", "verifier")  # authors take their styles in this order; others follow by name
 
 
 class Panel(NamedTuple):
-    """A chart of one metric: its key, title, unit, fixed range of the axis (or None) and a note below."""
+    """A chart of one metric: its key, title, unit, the axis' fixed range (or None) and what smooths it."""
 
     key: str
     title: str
     unit: str = ""
     y_range: tuple[float, float] | None = None
-    note: str = ""
+    middle: Callable = fmean
 
 
 REWARD = Panel("reward", "Mean reward of each step's rollouts")
 PANELS = (
     Panel("tandem/senior_token_frac", "Senior's share of the tokens", "", (0.0, 1.0)),
-    Panel("grad_norm", "Gradient norm, before clipping"),
-    Panel("reward_std", "Standard deviation of the reward within a group"),
-    Panel("handoff/latency_ms", "Hand-off latency, median of each step", " ms"),
+    Panel("grad_norm", "Gradient norm, before clipping", middle=median),
+    Panel("reward_std", "Reward's deviation within a group"),
+    Panel("handoff/latency_ms", "Hand-off latency, median per step", " ms", middle=median),
     Panel("completions/mean_length", "Length of the responses", " tokens"),
     Panel("tokens_per_s/rollout", "Rollout speed", " tokens/s"),
 )
@@ -68,7 +69,7 @@ def write_report(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         'content="width=device-width, initial-scale=1"><title>fastcollab report: '
         f"{escape(', '.join(runs))}</title><style>\n{CSS}</style></head><body><main>"
-        f"<header><h1>fastcollab report</h1><p>{escape(' · '.join(runs))} · {steps:,} steps</p></header>"
+        f"<header><h1>fastcollab report</h1><p>{escape(' · '.join(runs))} · {steps:,} step{'s' * (steps != 1)}</p></header>"
         f"{''.join(sections)}</main></body></html>\n"
     )
     path = Path(path)
@@ -180,14 +181,14 @@ def _charts(runs: Mapping[str, Rows]) -> str:
     reward = _series(runs, REWARD.key)
     low, high = _extent(reward)
     unit_range = (0.0, 1.0) if 0 <= low and high <= 1 else None
-    note = "Light: each step. Strong: a centred mean over a tenth of the run."
+    note = "Thin: each step. Thick: its centred mean over a tenth of the run (200 steps at most)."
     big = line_chart("reward", REWARD.title, reward, y_range=unit_range, note=note) if reward else ""
     small = []
     for panel in PANELS:
         series = _series(runs, panel.key)
         if series:
             key = "chart-" + panel.key.replace("/", "-")
-            small.append(line_chart(key, panel.title, series, panel.unit, panel.y_range, panel.note))
+            small.append(line_chart(key, panel.title, series, panel.unit, panel.y_range, "", panel.middle))
     latency = [s for s in _series(runs, "handoff/latency_ms") if len(s.points) > 4]
     if latency:
         small.append(histogram("latency-histogram", "Hand-off latency, steps by their median", latency, " ms"))
@@ -200,10 +201,6 @@ def _extent(series: Sequence[Series]) -> tuple[float, float]:
     return (min(values), max(values)) if values else (0.0, 0.0)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def _overview(runs: Mapping[str, Rows]) -> dict[str, Any]:
     """A table of figures that metrics.jsonl alone gives, a column per run."""
 
@@ -212,16 +209,16 @@ def _overview(runs: Mapping[str, Rows]) -> dict[str, Any]:
             return [row[key] for row in rows if _is_finite(row.get(key))]
 
         reward, part = values("reward"), max(1, len(values("reward")) // 10)
-        ends = f"{_mean(reward[:part]):.3f} → {_mean(reward[-part:]):.3f}" if reward else "–"
-        latency = sorted(values("handoff/latency_ms"))
+        ends = f"{fmean(reward[:part]):.3f} → {fmean(reward[-part:]):.3f}" if reward else "–"
+        latency = values("handoff/latency_ms")
         share, seconds = values("tandem/senior_token_frac"), values("step_time")
         return [
             f"{max((row.get('step', 0) for row in rows), default=0):,}",
             ends,
-            f"{_mean(share):.3f}" if share else "–",
+            f"{fmean(share):.3f}" if share else "–",
             f"{sum(values('num_tokens')):,.0f}",
             f"{sum(values('handoff/count')):,.0f}",
-            f"{number(latency[len(latency) // 2])} ms" if latency else "–",
+            f"{number(median(latency), 3)} ms" if latency else "–",
             f"{sum(seconds):,.1f} s" if seconds else "–",
         ]
 
@@ -246,7 +243,7 @@ def _evaluations(runs: Mapping[str, Rows]) -> list[dict[str, Any]]:
         if not evaluated:
             continue
         shown = evaluated if len(evaluated) == 1 else [evaluated[0], evaluated[-1]]
-        keys = dict.fromkeys(k for row in shown for k in row if k.startswith("eval/"))
+        keys = dict.fromkeys(k for row in shown for k in row if k.startswith("eval/") and row[k] is not None)
         cells = [[k.removeprefix("eval/"), *(_cell(row.get(k)) for row in shown)] for k in keys]
         tables.append({"title": name, "header": ["", *(f"step {row.get('step', 0)}" for row in shown)], "rows": cells})
     return tables
@@ -271,9 +268,8 @@ def _table(table: Mapping[str, Any]) -> str:
         require(len(row) == len(header), f"table row {i}", f"{len(row)} cells", f"{len(header)}, one per column")
     head = "".join(f'<th scope="col">{escape(str(c))}</th>' if str(c) else "<td></td>" for c in header)
     body = "".join(
-        f'<tr><th scope="row">{escape(str(row[0]))}</th>' + "".join(f"<td>{escape(str(c))}</td>" for c in row[1:]) + "</tr>"
-        for row in table["rows"]
-        if row
+        f'<tr><th scope="row">{escape(str(first))}</th>{"".join(f"<td>{escape(str(c))}</td>" for c in cells)}</tr>'
+        for first, *cells in table["rows"]
     )
     caption = f"<caption>{escape(title)}</caption>" if title else ""
     label = escape(title or "table", quote=True)

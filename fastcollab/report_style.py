@@ -1,4 +1,4 @@
-"""The report's style sheet: light and dark, from 320 px up. Colours keep a contrast of at least 4.5 with their ground."""
+"""The report's style sheet: light and dark, from 320 px up. Text keeps a contrast of at least 4.5 with its ground."""
 
 CSS = """
 :root {
@@ -27,17 +27,19 @@ h3 { font-size: 16px; margin: 22px 0 10px; overflow-wrap: anywhere; }
 .scroll:focus-visible { outline: 2px solid var(--c0); outline-offset: 2px; }
 table { border-collapse: collapse; font-size: 15px; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding-bottom: 6px; }
-th, td { padding: 6px 22px 6px 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child { text-align: left; font-weight: 400; }
+th, td { padding: 6px 18px 6px 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
+th:first-child, td:first-child { text-align: left; font-weight: 400; white-space: normal; min-width: 110px; }
 th:last-child, td:last-child { padding-right: 0; }
 thead th, thead td { color: var(--soft); font-weight: 600; }
 
-figure { margin: 0; min-width: 0; }
+figure { margin: 0; min-width: 0; display: grid; grid-row: span 4; grid-template-rows: subgrid; gap: 0;
+  padding-bottom: 28px; }
 figcaption { font-weight: 600; font-size: 15px; line-height: 1.35; }
 .unit { color: var(--soft); font-weight: 400; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 330px), 1fr)); gap: 30px 36px; }
-.wide { margin-bottom: 32px; }
-.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 18px; margin: 4px 0 8px; padding: 0; font-size: 14px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 330px), 1fr)); gap: 0 36px; }
+.wide { display: grid; }
+.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 18px; margin: 4px 0 8px; padding: 0;
+  font-size: 14px; }
 .legend li { overflow-wrap: anywhere; min-width: 0; }
 .legend b { font-weight: 600; font-variant-numeric: tabular-nums; }
 .swatch { vertical-align: 1px; margin-right: 5px; }
@@ -69,11 +71,12 @@ svg .c4 { stroke: var(--c4); stroke-dasharray: 12 5; }
 .note { margin: 4px 0 0; font-size: 13px; color: var(--soft); }
 
 .cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 300px), 1fr)); gap: 16px; }
-article { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: 12px 14px; min-width: 0; }
+article { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: 12px 14px;
+  min-width: 0; }
 .facts { display: flex; flex-wrap: wrap; gap: 0 12px; margin: 0 0 8px; font-size: 13px; color: var(--soft); }
 .facts b { color: var(--text); }
-pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 14px/1.75 ui-monospace, "SF Mono", Menlo, Consolas,
-  "DejaVu Sans Mono", monospace; }
+pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere;
+  font: 14px/1.75 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 .prompt { color: var(--soft); }
 .w0, .w1, .w2, .w3, .w4 { text-decoration-line: underline; text-decoration-thickness: 2px; text-underline-offset: 3px;
   text-decoration-skip-ink: none; }

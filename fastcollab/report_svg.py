@@ -7,8 +7,10 @@ it. Series differ by colour and by dash, so that colour alone never carries mean
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from html import escape
+from statistics import fmean, median
 from typing import NamedTuple
 
 STYLES = 5  # colours and dashes that the style sheet has; further series repeat them
@@ -23,13 +25,13 @@ class Series(NamedTuple):
     points: list[tuple[float, float]]
 
 
-def number(value: float) -> str:
-    """A short form: 4 significant digits, thousands separated."""
+def number(value: float, digits: int = 4) -> str:
+    """A short form: ``digits`` significant digits, thousands separated."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.4g}" if abs(value) >= 1e-4 else f"{value:.2e}"
+    return f"{value:.{digits}g}" if abs(value) >= 1e-4 else f"{value:.2e}"
 
 
 def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[float]:
@@ -43,16 +45,10 @@ def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[
     return [round(i * step, 12) for i in range(first, max(last, first + 1) + 1)]
 
 
-def smooth(points: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:
-    """Centred moving mean over ``window`` points, narrower at the ends."""
-    half, total = window // 2, [0.0]
-    for _, y in points:
-        total.append(total[-1] + y)
-    result = []
-    for i, (x, _) in enumerate(points):
-        reach = min(half, i, len(points) - 1 - i)
-        result.append((x, (total[i + reach + 1] - total[i - reach]) / (2 * reach + 1)))
-    return result
+def smooth(points: Sequence[tuple[float, float]], window: int, middle: Callable = fmean) -> list[tuple[float, float]]:
+    """Centred moving ``middle`` (mean, or median where outliers are noise) of ``window`` points, one-sided at ends."""
+    half, ys = window // 2, [y for _, y in points]
+    return [(x, middle(ys[max(0, i - half) : i + half + 1])) for i, (x, _) in enumerate(points)]
 
 
 def thin(points: list[tuple[float, float]], limit: int = MAX_POINTS) -> list[tuple[float, float]]:
@@ -68,92 +64,104 @@ def thin(points: list[tuple[float, float]], limit: int = MAX_POINTS) -> list[tup
 
 
 def window_of(length: int) -> int:
-    """Points that the smoothed line averages: odd, about a tenth of the run."""
-    return max(1, length // 10) | 1
+    """Points that the smoothed line averages: odd, about a tenth of the run, at most 201."""
+    return max(1, min(length // 10, 200)) | 1
 
 
-def line_chart(key: str, title: str, series: Sequence[Series], unit: str = "", y_range=None, note: str = "") -> str:
-    """A figure with each series raw (light) and smoothed, axes with ticks and a legend.
+def line_chart(
+    key: str,
+    title: str,
+    series: Sequence[Series],
+    unit: str = "",
+    y_range: tuple[float, float] | None = None,
+    note: str = "",
+    middle: Callable = fmean,
+) -> str:
+    """A figure with each series raw (light) and smoothed by ``middle``, axes with ticks and a legend.
 
     ``key`` makes the ids, ``y_range`` fixes the axis, else it starts at 0 for values that do and ends near the highest
     smoothed value; the few points beyond are cut off and counted below.
     """
     series = [s for s in series if s.points]
-    smoothed = [smooth(s.points, window_of(len(s.points))) for s in series]
+    smoothed = [smooth(s.points, window_of(len(s.points)), middle) for s in series]
     low, high = y_range or _y_range(series, smoothed)
     y_ticks = ticks(low, high)
     low, high = min(low, y_ticks[0]), max(high, y_ticks[-1])
     x_all = [x for s in series for x, _ in s.points]
     x_low, x_high = min(x_all), max(x_all)
     x_ticks = [x for x in ticks(x_low, x_high, whole=True) if x_low <= x <= x_high]
-    x_high = x_high if x_high > x_low else x_low + 1
-
-    def place(points: Sequence[tuple[float, float]]) -> str:
-        return " ".join(
-            f"{_percent(x, x_low, x_high):.2f},{100 - _percent(y, low, high):.2f}" for x, y in thin(list(points))
-        )
+    x_span = (x_low, x_high) if x_high > x_low else (x_low - 1, x_high + 1)  # one step alone stands in the middle
+    y_span = (low, high)
 
     lines, legend, words = [], [], []
     for s, mean in zip(series, smoothed, strict=True):
         style = f"c{s.style % STYLES}"
         said = f"{s.name}: {number(mean[0][1])} at step {mean[0][0]:g}"
         if len(mean) == 1:
-            at = place(mean).replace(",", " ")
+            at = _place(mean, x_span, y_span).replace(",", " ")
             lines.append(f'<path class="dot {style}" d="M{at}l.001 0"/>')
         else:
             said += f", {number(mean[-1][1])} at step {mean[-1][0]:g} (smoothed)"
-            lines.append(f'<polyline class="raw {style}" points="{place(s.points)}"/>')
-            lines.append(f'<polyline class="{style}" points="{place(mean)}"><title>{escape(said)}</title></polyline>')
+            lines.append(f'<polyline class="raw {style}" points="{_place(thin(s.points), x_span, y_span)}"/>')
+            where = _place(thin(mean), x_span, y_span)
+            lines.append(f'<polyline class="{style}" points="{where}"><title>{escape(said)}</title></polyline>')
         words.append(said)
-        values = " → ".join(number(y) for y in dict.fromkeys((mean[0][1], mean[-1][1])))
-        legend.append(f"<li>{_swatch(style)}{escape(s.name)} <b>{values}{escape(unit)}</b></li>")
+        values = " → ".join(number(y, 3) for y in dict.fromkeys((mean[0][1], mean[-1][1])))
+        legend.append(f"<li>{_swatch(style)}{escape(s.name)} <b>{values}</b></li>")
     above = sum(y > high or y < low for s in series for _, y in s.points)
-    cut = f"{above} point{'s' * (above > 1)} off the scale." if above else ""
-    plot = _plot(key, title, "; ".join(words), lines, y_ticks, (low, high), x_ticks, (x_low, x_high), "step")
+    cut = f"{above} value{'s' * (above > 1)} off the scale." if above else ""
+    plot = _plot(key, title, "; ".join(words), lines, y_ticks, y_span, x_ticks, x_span, "step")
     return _figure(title, unit, legend, plot, " ".join(filter(None, (note, cut))))
 
 
-def histogram(key: str, title: str, series: Sequence[Series], unit: str = "", note: str = "", bins: int = 24) -> str:
-    """A figure that counts how many y values of each series fall in each of about ``bins`` equal bins."""
+def histogram(key: str, title: str, series: Sequence[Series], unit: str = "", note: str = "", bins: int = 20) -> str:
+    """A figure that counts how many y values of each series fall in each of about ``bins`` equal bins.
+
+    The highest 3 % may lie beyond the axis: it ends near the 97th percentile, and the note counts what is above.
+    """
     series = [s for s in series if s.points]
     values = sorted(y for s in series for _, y in s.points)
-    edges = ticks(values[0], values[-1], bins)
-    lines, legend, words, counts = [], [], [], []
-    for s in series:
-        count = [0] * (len(edges) - 1)
-        for _, y in s.points:
-            count[min(len(count) - 1, max(0, int((y - edges[0]) / (edges[1] - edges[0]))))] += 1
-        counts.append(count)
-    y_ticks = ticks(0, max(map(max, counts)), whole=True)
-    for s, count in zip(series, counts, strict=True):
-        style = f"c{s.style % STYLES}"
-        outline = [(edges[0], 0.0)]
-        for i, n in enumerate(count):
-            outline += [(edges[i], n), (edges[i + 1], n)]
-        outline.append((edges[-1], 0.0))
-        where = " ".join(
-            f"{_percent(x, edges[0], edges[-1]):.2f},{100 - _percent(y, 0, y_ticks[-1]):.2f}" for x, y in outline
-        )
-        middle = sorted(y for _, y in s.points)[len(s.points) // 2]
+    edges = ticks(values[0], _high(values), bins)
+    width = edges[1] - edges[0]
+    last = len(edges) - 2
+    table = [Counter(min(int((y - edges[0]) / width), last) for _, y in s.points if y <= edges[-1]) for s in series]
+    y_ticks = ticks(0, max(max(counts.values()) for counts in table), whole=True)
+    x_span, y_span = (edges[0], edges[-1]), (0.0, y_ticks[-1])
+    lines, legend, words = [], [], []
+    for s, counts in zip(series, table, strict=True):
+        style, middle = f"c{s.style % STYLES}", number(median(y for _, y in s.points), 3)
+        steps = [(x, counts[i]) for i in range(last + 1) for x in (edges[i], edges[i + 1])]
+        where = _place([(edges[0], 0.0), *steps, (edges[-1], 0.0)], x_span, y_span)
         lines.append(f'<polyline class="bars {style}" points="{where}"/>')
-        words.append(f"{s.name}: median {number(middle)}{unit} of {len(s.points)} values")
-        legend.append(f"<li>{_swatch(style)}{escape(s.name)} <b>median {number(middle)}{escape(unit)}</b></li>")
-    x_ticks = [x for x in ticks(edges[0], edges[-1]) if edges[0] <= x <= edges[-1]]
-    x_span = (edges[0], edges[-1])
-    plot = _plot(key, title, "; ".join(words), lines, y_ticks, (0, y_ticks[-1]), x_ticks, x_span, unit.strip())
-    return _figure(title, "", legend, plot, note)
+        words.append(f"{s.name}: median {middle}{unit} of {len(s.points)} values")
+        legend.append(f"<li>{_swatch(style)}{escape(s.name)} <b>median {middle}{escape(unit)}</b></li>")
+    above = sum(y > edges[-1] for y in values)
+    cut = f"{above} value{'s' * (above > 1)} above {number(edges[-1])}{unit}." if above else ""
+    x_ticks = [x for x in ticks(*x_span) if x_span[0] <= x <= x_span[1]]
+    plot = _plot(key, title, "; ".join(words), lines, y_ticks, y_span, x_ticks, x_span, unit.strip())
+    return _figure(title, "", legend, plot, " ".join(filter(None, (note, cut))))
+
+
+def _high(ascending: Sequence[float]) -> float:
+    """The 97th percentile, or the maximum where that is not far above it."""
+    high = ascending[int(0.97 * (len(ascending) - 1))]
+    return ascending[-1] if ascending[-1] - ascending[0] <= 1.5 * (high - ascending[0]) else high
 
 
 def _y_range(series: Sequence[Series], smoothed: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, float]:
     raw = sorted(y for s in series for _, y in s.points)
     means = [y for mean in smoothed for _, y in mean]
-    rank = int(0.97 * (len(raw) - 1))
-    low, high = min(*means, raw[len(raw) - 1 - rank]), max(*means, raw[rank])
-    return (0.0 if raw[0] >= 0 else low), high
+    low = -max(*(-y for y in means), _high([-y for y in reversed(raw)]))
+    return (0.0 if raw[0] >= 0 else low), max(*means, _high(raw))
 
 
 def _percent(value: float, low: float, high: float) -> float:
     return 100 * (value - low) / (high - low)
+
+
+def _place(points: Sequence[tuple[float, float]], x_span: tuple[float, float], y_span: tuple[float, float]) -> str:
+    """Points as SVG coordinates in percent of the plot, y downwards."""
+    return " ".join(f"{_percent(x, *x_span):.2f},{100 - _percent(y, *y_span):.2f}" for x, y in points)
 
 
 def _swatch(style: str) -> str:
@@ -173,7 +181,8 @@ def _plot(key, title, words, lines, y_ticks, y_span, x_ticks, x_span, x_label) -
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" '
         f'aria-labelledby="{key}-title {key}-desc"><title id="{key}-title">{escape(title)}</title>'
         f'<desc id="{key}-desc">{escape(words)}</desc>{grid}{"".join(lines)}</svg>'
-        f'<div class="x" aria-hidden="true">{x_text}</div><div class="xl" aria-hidden="true">{escape(x_label)}</div></div>'
+        f'<div class="x" aria-hidden="true">{x_text}</div>'
+        f'<div class="xl" aria-hidden="true">{escape(x_label)}</div></div>'
     )
 
 
@@ -181,4 +190,4 @@ def _figure(title: str, unit: str, legend: Sequence[str], plot: str, note: str) 
     unit = f' <span class="unit">{escape(unit.strip())}</span>' if unit.strip() else ""
     below = f'<p class="note">{escape(note)}</p>' if note else ""
     head = f'<figcaption>{escape(title)}{unit}</figcaption><ul class="legend">{"".join(legend)}</ul>'
-    return f"<figure>{head}{plot}{below}</figure>"
+    return f"<figure>{head}{plot}<div>{below}</div></figure>"

@@ -60,7 +60,7 @@ class RewardFunctions:
             require(callable(func), "reward_funcs", func, "callables")
         self.weights = [1.0] * len(self.funcs) if weights is None else [float(w) for w in weights]
         F = len(self.funcs)
-        require(len(self.weights) == F, "reward_weights", f"{len(self.weights)} weights", f"one per function, {F}")
+        require(len(self.weights) == F, "number of reward_weights", len(self.weights), f"{F}, one per function")
         require(all(map(math.isfinite, self.weights)), "reward_weights", self.weights, "finite numbers")
         require(nonfinite in ("error", "abstain"), "nonfinite", nonfinite, "error or abstain")
         self.nonfinite = nonfinite
@@ -86,9 +86,9 @@ class RewardFunctions:
         columns = {k: v for k, v in (columns or {}).items() if k != "prompt"}
         clash = [k for k in columns if k in OWN_NAMES]
         require(not clash, "dataset columns", clash, f"names other than {', '.join(OWN_NAMES)}")
-        require(len(prompts) == N, "prompts", len(prompts), f"one per completion, {N}")
+        require(len(prompts) == N, "number of prompts", len(prompts), f"{N}, one per completion")
         for name, values in columns.items():
-            require(len(values) == N, f"column {name!r}", f"{len(values)} values", f"one per completion, {N}")
+            require(len(values) == N, f"length of column {name!r}", len(values), f"{N}, one per completion")
         logged: dict[str, list[float]] = {}
         extra: dict[str, list] = {}
 
@@ -96,7 +96,7 @@ class RewardFunctions:
             logged.setdefault(name, []).append(float(value))
 
         def log_extra(name: str, values: Sequence[Any]) -> None:
-            require(len(values) == N, f"log_extra {name!r}", f"{len(values)} values", f"one per completion, {N}")
+            require(len(values) == N, f"length of log_extra {name!r}", len(values), f"{N}, one per completion")
             extra[name] = list(values)
 
         own = (prompts, completions, completion_ids, authors, interventions, trainer_state, log_metric, log_extra)
@@ -132,7 +132,9 @@ class RewardFunctions:
         values = result.tolist() if hasattr(result, "tolist") else result
         is_list = isinstance(values, Sequence) and not isinstance(values, str)
         require(is_list, f"reward function {name!r}", type(result).__name__, f"a list of {N} numbers or None")
-        require(len(values) == N, f"reward function {name!r}", f"{len(values)} scores", f"one per completion, {N}")
+        require(
+            len(values) == N, f"number of scores from reward function {name!r}", len(values), f"{N}, one per completion"
+        )
         scores = []
         for row, value in enumerate(values):
             value = value.item() if hasattr(value, "item") else value

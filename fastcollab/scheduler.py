@@ -371,7 +371,7 @@ class Scheduler:
         r.asking = False
 
     def truncate(self, i: int, keep: int) -> None:
-        """Cut the row to its first ``keep`` ids (prompt counted). It runs again if these do not end it; the epoch stays."""
+        """Cut the row to its first ``keep`` ids (prompt counted). It runs on unless these end it; the epoch stays."""
         r = self._idle(i)
         if not r.prompt_len <= keep <= len(r.ids):
             raise ValueError(f"truncate: got keep={keep}, need {r.prompt_len}..{len(r.ids)}")

@@ -96,11 +96,11 @@ class Bernoulli(Schedule):
         return dict(kind=DRAW, cumulative=_cumulative(self.p, self.writers), max_gap=1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Chunk(Schedule):
     """``n`` tokens each, in a cycle that is counted per row."""
 
-    n: int
+    n: int = 1
     writers: tuple[str, ...] = ("senior", "junior")
     first: str | None = None  # None is the first writer
 
@@ -137,7 +137,7 @@ class Paragraph(Schedule):
         return dict(kind=CYCLE, boundary=containing(tokenizer, vocab_size, self.separator), first=0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Call(Schedule):
     """``choose(prompt_ids, ids, author) -> index of the next writer``, asked before every token."""
 

@@ -37,7 +37,9 @@ def test_order_and_neighbours_do_not_matter():
     rewards, ids = [rng.random() for _ in range(60)], [rng.randrange(7) for _ in range(60)]
     whole, _ = group_advantages(rewards, ids)
     order = rng.sample(range(60), 60)
-    shuffled, _ = group_advantages(torch.tensor([rewards[i] for i in order], dtype=torch.float64), [ids[i] for i in order])
+    shuffled, _ = group_advantages(
+        torch.tensor([rewards[i] for i in order], dtype=torch.float64), [ids[i] for i in order]
+    )
     torch.testing.assert_close(shuffled, whole[order])
     alone, _ = group_advantages([r for r, g in zip(rewards, ids, strict=True) if g == 3], [3] * ids.count(3))
     torch.testing.assert_close(alone, whole[torch.tensor(ids) == 3])
@@ -62,9 +64,9 @@ def test_nearly_equal_rewards_count_as_equal():
     ("arguments", "message"),
     [
         (([1.0, float("inf")], [0, 0]), "reward of row 1: got 'inf'"),
-        (([1.0, 2.0], [0]), "group_ids: got 1, need one per reward, 2"),
+        (([1.0, 2.0], [0]), "number of group_ids: got 1, need 2, one per reward"),
         (([1.0], [0], "batch"), "scale: got 'batch'"),
-        (([], []), "at least one row"),
+        (([], []), "number of rewards: got 0"),
     ],
 )
 def test_bad_input(arguments, message):
@@ -114,7 +116,7 @@ def test_c03_none_nan_and_wrong_lengths():
     with pytest.raises(ValueError, match="'<lambda>', row 2: got nan"):
         RewardFunctions(f2)(["p"] * n, ["c"] * n)
     for bad in given["bad_lengths"]:
-        with pytest.raises(ValueError, match=f"'scorer': got '{len(bad)} scores', need one per completion, {n}"):
+        with pytest.raises(ValueError, match=f"'scorer': got {len(bad)}, need {n}, one per completion"):
 
             def scorer(completions, bad=bad):
                 return bad

@@ -22,7 +22,9 @@ def plain(h, weight, bias, target, temperature=1.0, softcap=None):
 
 def inputs(N=7, D=5, V=11, dtype=torch.float64):
     g = torch.Generator().manual_seed(0)
-    h, w, b = (torch.randn(s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for s in ((N, D), (V, D), (V,)))
+    h, w, b = (
+        torch.randn(s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for s in ((N, D), (V, D), (V,))
+    )
     return h, w, b, torch.randint(0, V, (N,), generator=g)
 
 
@@ -45,7 +47,9 @@ def test_equals_autograd(small_chunks, temperature, softcap, with_bias):
     upstream = torch.linspace(-1, 2, 7, dtype=h.dtype), torch.linspace(0.5, -0.5, 7, dtype=h.dtype)
     for a, c in zip(got, want, strict=True):
         torch.testing.assert_close(a, c, atol=1e-13, rtol=0)
-    for a, c in zip(torch.autograd.grad(got, leaves, upstream), torch.autograd.grad(want, leaves, upstream), strict=True):
+    for a, c in zip(
+        torch.autograd.grad(got, leaves, upstream), torch.autograd.grad(want, leaves, upstream), strict=True
+    ):
         torch.testing.assert_close(a, c, atol=1e-12, rtol=0)
 
 
@@ -80,6 +84,19 @@ def test_low_precision_is_as_good_as_the_input(small_chunks):
     for a, c, x in zip(grads, torch.autograd.grad(want.sum() + want_ent.sum(), exact), (h, w, b), strict=True):
         assert a.dtype == x.dtype == torch.bfloat16
         torch.testing.assert_close(a.double(), c, atol=1e-5, rtol=2**-8)  # one rounding of the result
+
+
+def test_every_byte_is_written_before_it_is_read(small_chunks):
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        h, w, b, target = inputs()
+        got = linear_logprob(h, w, b, target, softcap=2.0, entropy=True)
+        grads = torch.autograd.grad(sum(x.sum() for x in got), (h, w, b))
+    finally:
+        torch.use_deterministic_algorithms(was)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert all(x.isfinite().all() for x in (*got, *grads))
 
 
 class _Largest(TorchDispatchMode):

@@ -174,17 +174,14 @@ def test_the_junior_reads_the_public_texts_and_not_the_private_ones(maker, pair,
 
 
 def test_training_texts_forget_carries_and_stay_consistent(maker):
-    rng, seen = random.Random(0), []
+    rng, forgotten = random.Random(0), []
     for _ in range(2000):
-        text = maker.worked(999, 999, PUBLIC, rng)
-        lines = [line.split() for line in text.split("\n")[1:]]
-        for summands in lines[:-1]:
-            total = sum(int(x) for x in summands[:-1] if x.isdigit())
-            assert total == int(summands[-1])
-        seen += [len(summands) == 5 for summands in lines[:2]][1:]
-        digits = "".join(line[-1][-1] for line in reversed(lines[:-1]))
-        assert lines[-1] == ["answer", "1" + digits]
-    assert np.mean(seen) == 0.0 or abs(np.mean(seen) - maker.SLIP) < 0.03
+        *lines, answer = [line.split() for line in maker.worked(999, 999, PUBLIC, rng).split("\n")[1:]]
+        for line in lines:
+            assert sum(int(word) for word in line[:-1] if word.isdigit()) == int(line[-1])
+        forgotten += ["1" not in line[:-1] for line in lines[1:]]  # 9 + 9 always carries
+        assert answer == ["answer", "1" + "".join(line[-1][-1] for line in reversed(lines))]
+    assert abs(np.mean(forgotten) - maker.SLIP) < 0.02  # 3.5 sigma of 4000 draws
     assert maker.worked(12, 34, PRIVATE, rng) == "\n 2 & 4 ~ 6\n 1 & 3 ~ 4\n answer 46"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 
@@ -14,8 +15,9 @@ from transformers import AutoModelForCausalLM
 
 import fastcollab as fc
 from fastcollab import tiny
+from fastcollab.advantages import group_advantages
 from fastcollab.packing import Item, micro_batches
-from fastcollab.train import Trainer
+from fastcollab.trainer import Trainer
 from fastcollab.types import Rollout
 
 WORDS = list(range(10, VOCAB, 3))
@@ -47,19 +49,19 @@ def prepared(t):
     """One batch, ready for ``update``."""
     rollouts = t.rollouts()
     rewards, _ = t.rewards(rollouts)
-    advantage, _ = fc.train.__globals__["group_advantages"](torch.from_numpy(rewards), [r.group for r in rollouts])
+    advantage, _ = group_advantages(torch.from_numpy(rewards), [r.group for r in rollouts])
     return t.items(rollouts, rewards, advantage)
 
 
 def gradients(t, items):
     """Gradients of one update, before clipping, with the weights left alone."""
     taken = {}
-
-    def keep(*args, **kwargs):
-        taken.update({n: p.grad.clone() for n, p in t.policy.module.named_parameters()})
-
-    t.optimizer.step = keep
-    t.args = fc.TandemConfig(**t.args.to_dict() | {"max_grad_norm": 0.0, "schedule": None})
+    t.optimizer.register_step_pre_hook(
+        lambda *_: taken.update({n: p.grad.clone() for n, p in t.policy.module.named_parameters()})
+    )
+    t.args = dataclasses.replace(t.args, max_grad_norm=0.0)
+    for group in t.optimizer.param_groups:
+        group["lr"] = 0.0
     t.update(items)
     return taken
 
@@ -113,7 +115,7 @@ def test_gradient_equals_a_plain_loop(tmp_path, changes):
         response = t.args.denominator == "response"
         count = sum(len(i.rollout.ids) if response else int(i.mask.sum()) for i in items)
     else:
-        count = sum(bool(i.mask.any()) for i in items)
+        count = sum(bool(i.mask.any()) for i in items) if t.args.loss_type == "grpo" else len(items)
     (total / count).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(got[name], p.grad, atol=2e-6, rtol=1e-4)
@@ -152,7 +154,7 @@ def test_micro_batches_never_change_the_gradient(tmp_path, budget):
         i.advantage = 0.0
     whole = trainer(tmp_path)
     want = gradients(whole, items)
-    assert len(list(micro_batches(items, budget))) == {16: 12, 40: 6, 100_000: 1}[budget] or budget == 40
+    assert (len(list(micro_batches(items, budget))) == 1) == (budget == 100_000)
     denominator = t.denominator(items)
     assert denominator == sum(int(i.mask.sum()) for i in items)
     for name, g in gradients(t, items).items():
@@ -296,7 +298,7 @@ def test_bad_input_names_what_is_needed(tmp_path):
         (lambda: fc.train("tandem", {"policy": None}, ROWS, reward, args), "need 'senior' and 'junior'"),
         (lambda: fc.train("grpo", pair(), ROWS, reward, args), "args: got 'TandemConfig', need GRPOConfig"),
         (lambda: fc.train("tandem", pair(), [{"prompts": "x"}], reward, args), "columns \\['prompts'\\], need 'prompt'"),
-        (lambda: fc.train("tandem", pair(), ROWS, lambda completions, **k: [1.0], args), "1 scores.*need one per completion, 12"),
+        (lambda: fc.train("tandem", pair(), ROWS, lambda completions, **k: [1.0], args), "'<lambda>': got 1, need 12"),
         (lambda: fc.TandemConfig(top_p=0.9, num_iterations=2), "need 0, 1, 0 where a batch is reused"),
     ]
     for call, message in cases:

@@ -51,9 +51,8 @@ py::tuple arrays(fc::Plan made) {
 py::dict counters(const Scheduler& scheduler) {
   using fc::Counters;
   static constexpr std::pair<const char*, int64_t Counters::*> kFields[] = {
-      {"forwards", &Counters::forwards},       {"tokens", &Counters::tokens},
-      {"sampled", &Counters::sampled},         {"catch_up", &Counters::catch_up},
-      {"cached", &Counters::cached},           {"handoffs", &Counters::handoffs},
+      {"forwards", &Counters::forwards},       {"tokens", &Counters::tokens}, {"sampled", &Counters::sampled},
+      {"catch_up", &Counters::catch_up},       {"cached", &Counters::cached}, {"handoffs", &Counters::handoffs},
       {"preemptions", &Counters::preemptions}, {"copies", &Counters::copies},
   };
   py::dict result;
@@ -77,8 +76,14 @@ E checked(const char* name, int64_t value, E last) {
 int64_t add_policy(Scheduler& scheduler, int64_t kind, std::vector<int32_t> models, std::vector<double> cumulative,
                    const std::optional<Array<uint8_t>>& boundary, int32_t max_gap, int32_t first,
                    std::vector<int64_t> eos) {
-  fc::Policy policy{checked("kind", kind, fc::kAsk), std::move(models), std::move(cumulative), boundary.has_value(), {},
-                    max_gap, first, std::move(eos)};
+  fc::Policy policy{checked("kind", kind, fc::kAsk),
+                    std::move(models),
+                    std::move(cumulative),
+                    boundary.has_value(),
+                    {},
+                    max_gap,
+                    first,
+                    std::move(eos)};
   if (boundary) policy.boundary.assign(boundary->data(), boundary->data() + boundary->size());
   return scheduler.add_policy(std::move(policy));
 }
@@ -137,7 +142,8 @@ PYBIND11_MODULE(_scheduler, module) {
       .def("ready", &Scheduler::ready, "m"_a)
       .def("next_models", &Scheduler::next_models)
       .def("asking", &Scheduler::asking)
-      .def("plan", [plan_type](Scheduler& s, int32_t m) { return plan_type(*arrays(s.plan(m))); }, "m"_a)
+      .def(
+          "plan", [plan_type](Scheduler& s, int32_t m) { return plan_type(*arrays(s.plan(m))); }, "m"_a)
       .def(
           "commit",
           [](Scheduler& s, int32_t m, const Array<int64_t>& ids, const Array<float>& logprobs, double now) {
@@ -156,11 +162,11 @@ PYBIND11_MODULE(_scheduler, module) {
           "fork", [](Scheduler& s, int64_t i, int64_t key) { return s.fork(i, static_cast<uint64_t>(key)); }, "i"_a,
           "key"_a)
       .def(
-          "finish",
-          [](Scheduler& s, int64_t i, int64_t state) { s.finish(i, checked("finish", state, fc::kAbort)); }, "i"_a,
-          "state"_a = static_cast<int64_t>(fc::kAbort))
+          "finish", [](Scheduler& s, int64_t i, int64_t state) { s.finish(i, checked("finish", state, fc::kAbort)); },
+          "i"_a, "state"_a = static_cast<int64_t>(fc::kAbort))
       .def("reset", &Scheduler::reset)
-      .def("take", [record_type](Scheduler& s, int64_t i) { return record_type(*take(s, i)); }, "i"_a)
+      .def(
+          "take", [record_type](Scheduler& s, int64_t i) { return record_type(*take(s, i)); }, "i"_a)
       .def("invalidate", &Scheduler::invalidate, "m"_a)
       .def("unfinished", &Scheduler::unfinished)
       .def("view", &view, "i"_a)

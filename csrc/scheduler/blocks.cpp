@@ -26,7 +26,11 @@ bool BlockPool::Equal::operator()(const Key& k, const Prefix* p) const {
 }
 
 BlockPool::BlockPool(int32_t num_blocks, int32_t block_size)
-    : ref_(num_blocks), previous_(num_blocks + 1), next_(num_blocks + 1), published_(num_blocks), num_free_(num_blocks) {
+    : ref_(num_blocks),
+      previous_(num_blocks + 1),
+      next_(num_blocks + 1),
+      published_(num_blocks),
+      num_free_(num_blocks) {
   for (int32_t i = 0; i <= num_blocks; ++i) {
     next_[i] = i == num_blocks ? 0 : i + 1;
     previous_[i] = i == 0 ? num_blocks : i - 1;

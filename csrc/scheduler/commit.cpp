@@ -14,8 +14,8 @@ std::vector<int64_t> Scheduler::commit(int32_t m, std::span<const int64_t> ids, 
   const auto speaks = [m](const Planned& p) { return p.row->held[m].kv_len + p.n == p.row->size(); };
   const auto sampled = static_cast<size_t>(std::count_if(pending.begin(), pending.end(), speaks));
   if (ids.size() < sampled || logprobs.size() < sampled) {
-    throw std::out_of_range("commit: got " + std::to_string(std::min(ids.size(), logprobs.size())) +
-                            " tokens, need " + std::to_string(sampled));
+    throw std::out_of_range("commit: got " + std::to_string(std::min(ids.size(), logprobs.size())) + " tokens, need " +
+                            std::to_string(sampled));
   }
   std::vector<int64_t> ended;
   size_t s = 0;

@@ -24,7 +24,8 @@ Plan Scheduler::plan(int32_t m) {
   if (!pending_[m].empty()) throw PlanPending("plan(m) before the last plan of m was committed");
   Plan plan;
   const auto most = static_cast<size_t>(std::min(rows_.num_ready(m), token_budget_));
-  for (auto* array : {&plan.rows, &plan.input_ids, &plan.position_ids, &plan.logit_index, &plan.sample_rows, &plan.key}) {
+  for (auto* array :
+       {&plan.rows, &plan.input_ids, &plan.position_ids, &plan.logit_index, &plan.sample_rows, &plan.key}) {
     array->reserve(most);
   }
   for (auto* array : {&plan.kv_len, &plan.slot_mapping, &plan.position, &plan.epoch}) array->reserve(most);

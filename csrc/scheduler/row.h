@@ -8,7 +8,7 @@
 
 namespace fc {
 
-enum Kind : uint8_t { kDraw, kCycle, kAsk };             // how the next author is chosen
+enum Kind : uint8_t { kDraw, kCycle, kAsk };               // how the next author is chosen
 enum Reason : uint8_t { kStart, kBoundary, kGap, kCall };  // why it was chosen
 enum State : uint8_t { kRunning, kEos, kLength, kStop, kAbort };
 

@@ -120,8 +120,8 @@ void Scheduler::append_forced(int64_t id, std::span<const int64_t> ids, int64_t 
   const auto count = static_cast<int64_t>(ids.size());
   const auto writers = static_cast<int64_t>(row.policy->models.size());
   if (row.state != kRunning || row.size() + count > row.max_len) {
-    throw std::invalid_argument("append_forced: got " + std::to_string(count) + " ids, need <= " +
-                                std::to_string(row.max_len - row.size()) + " on a running row");
+    throw std::invalid_argument("append_forced: got " + std::to_string(count) +
+                                " ids, need <= " + std::to_string(row.max_len - row.size()) + " on a running row");
   }
   if (writer < 0 || writer >= writers) {
     throw std::invalid_argument("append_forced: got writer " + std::to_string(writer) + ", need 0.." +

@@ -1,7 +1,8 @@
 // The scheduler: a state machine over rows. It owns tokens, authors, KV blocks, author draws and limits. plan(m) emits
 // the flat arrays of one forward of model m; commit(m) applies what was sampled. Per row and model, KV is valid for
 // exactly kv_len leading ids, and table.size() == ceil(kv_len / block_size) between a commit and the next plan.
-// fastcollab/scheduler.py is the same machine in readable Python, and the oracle of the tests: equal, block ids included.
+// fastcollab/scheduler.py is the same machine in readable Python, and the oracle of the tests: equal, block ids
+// included.
 #pragma once
 
 #include <cstdint>

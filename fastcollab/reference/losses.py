@@ -86,7 +86,8 @@ def policy_loss(
     require(clip_low >= 0 and clip_high >= 0, "clip_low, clip_high", (clip_low, clip_high), ">= 0")
     require(dual_clip is None or dual_clip > 1, "dual_clip", dual_clip, "None or > 1")
     require(beta == 0 or ref_logprob is not None, "ref_logprob", None, f"a tensor [T], since beta = {beta}")
-    named = {"logprob": logprob, "old_logprob": old_logprob, "ref_logprob": ref_logprob}
+    ref_logprob = None if ref_logprob is None else ref_logprob.detach()
+    named = {"logprob": logprob, "old_logprob": old_logprob.detach(), "ref_logprob": ref_logprob}
     (lp, old, ref), advantage, ids = _checked(named, advantage, mask, segment_ids)
     S = len(advantage)
     segment_tokens = _segment_sum(mask.to(lp.dtype), ids, S)

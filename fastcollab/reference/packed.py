@@ -46,7 +46,7 @@ class Segments:
             got = f"{x.dtype} {list(x.shape)} on {x.device}"
             require(ok, f"segments.{name}", got, f"int64 [{len(self.start)}] on cpu")
             require(bool((x >= 0).all()), f"segments.{name}", int(x.min()) if len(x) else None, ">= 0")
-        require(len(self.start) >= 1, "segments.start", "no segment", "at least one")
+        require(len(self.start) >= 1, "number of segments", 0, ">= 1")
         end, order = self.start + self.length, self.start.argsort(stable=True)
         order = order[self.length[order] > 0]
         overlap = (end[order][:-1] > self.start[order][1:]).nonzero()
@@ -188,7 +188,7 @@ def packed_attention(
     fits = k.shape[0] == v.shape[0] == T and v.shape[1] == Hkv and k.shape[2] == q.shape[2] and H % Hkv == 0
     shapes = (list(q.shape), list(k.shape), list(v.shape))
     require(fits, "q, k, v", shapes, "[T, H, Dk], [T, Hkv, Dk], [T, Hkv, Dv] with H a multiple of Hkv")
-    require(segments.num_tokens <= T, "segments", f"tokens up to {segments.num_tokens}", f"at most T = {T}")
+    require(segments.num_tokens <= T, "end of the segments", segments.num_tokens, f"<= {T}, the number of tokens")
     require(sinks is None or sinks.shape == (H,), "sinks", sinks is not None and list(sinks.shape), f"[{H}]")
     plan = segments.plan(q.device, T)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

@@ -1,7 +1,7 @@
 """The tiny pair and its task: two models that the package ships, which write out additions one step a line.
 
-``senior()`` and ``junior()`` are Hugging Face folders (``AutoModelForCausalLM.from_pretrained(senior())``); both carry the
-same tokenizer. ``examples/make_tiny_models.py`` made them. The task is in ``task.py``: ``problems``, ``correct`` (a reward
+``senior()`` and ``junior()`` are Hugging Face folders (``AutoModelForCausalLM.from_pretrained(senior())``) with the same
+tokenizer, made by ``examples/make_tiny_models.py``. The task is in ``task.py``: ``problems``, ``correct`` (a reward
 function) and ``private_fraction``.
 """
 

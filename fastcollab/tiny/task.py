@@ -9,8 +9,8 @@ The prompt is ``add 7311 + 7890 :`` and the response begins with the newline:
      7 + 7 + 1 = 15
      answer 15201
 
-Units come first, and a carry is written as a third summand. ``&`` and ``~`` are the senior's private ``+`` and ``=``. (A
-prompt that already ends in the newline is continued as well.)
+Units come first, and a carry is written as a third summand. ``&`` and ``~`` are the senior's private ``+`` and ``=``.
+A prompt that already ends in the newline is continued as well.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def prompt(a: int, b: int) -> str:
 
 
 def problems(n: int, seed: int, digits: int = 4) -> list[dict[str, str]]:
-    """``n`` rows ``{"prompt", "answer"}`` with summands uniform over the numbers of ``digits`` digits; the seed decides."""
+    """``n`` rows ``{"prompt", "answer"}`` with summands uniform over the numbers of that many digits."""
     if n < 1:
         raise ValueError(f"n: got {n}, need >= 1")
     if digits not in (2, 3, 4):
@@ -75,7 +75,7 @@ def _share(private: int, public: int) -> float:
 
 
 def private_fraction(texts: str | Iterable[str]) -> float:
-    """Share of ``&`` and ``~`` among all ``& ~ + =`` of one response or, pooled, of several; NaN where there is none."""
+    """Share of ``&`` and ``~`` among all ``& ~ + =`` of one response or, pooled, of several; NaN if there is none."""
     text = texts if isinstance(texts, str) else "".join(texts)
     return _share(sum(map(text.count, PRIVATE.values())), sum(map(text.count, PUBLIC.values())))
 
@@ -86,7 +86,7 @@ def is_private(text: str) -> bool:
 
 
 def written_private_fraction(rollouts: Iterable[Any], writer: str = "senior") -> float:
-    """``private_fraction`` over the tokens that ``writer`` wrote, pooled; rollouts have ``ids`` and ``mask(writer)``."""
+    """``private_fraction`` over the tokens that ``writer`` wrote, pooled; a rollout has ``ids``, ``mask(writer)``."""
     private = public = 0
     for rollout in rollouts:
         written = [token for token, own in zip(rollout.ids, rollout.mask(writer), strict=True) if own]

@@ -19,7 +19,7 @@ from fastcollab.advantages import group_advantages
 from fastcollab.config import TrainConfig, require
 from fastcollab.data import Cursor, load_dataset
 from fastcollab.engine import Engine, load_models, load_tokenizers
-from fastcollab.evaluate import evaluate, legibility
+from fastcollab.evaluation import evaluate, legibility
 from fastcollab.losses import merge_metrics, policy_loss
 from fastcollab.methods import METHODS
 from fastcollab.model import Model
@@ -164,15 +164,16 @@ class Trainer:
 
     def items(self, rollouts: Sequence[Rollout], rewards: np.ndarray, advantage: torch.Tensor) -> list[Item]:
         """Each rollout with its loss mask, advantage, old (and reference) log-probs."""
-        args, masks = self.args, []
-        for r, reward in zip(rollouts, rewards, strict=True):
-            dropped = math.isnan(reward) or (args.mask_truncated_completions and r.finish == "length")
-            masks.append(np.zeros(len(r.ids), bool) if dropped else self.method.loss_mask(r))
+        args = self.args
+        kept = ~np.isnan(rewards)
+        if args.mask_truncated_completions:
+            kept &= [r.finish != "length" for r in rollouts]
+        masks = [self.method.loss_mask(r) & k for r, k in zip(rollouts, kept, strict=True)]
         old = [r.logprob for r in rollouts]
         if not args.on_policy:
             old = self.logprobs(self.policy, rollouts, masks)
         ref = self.logprobs(self.reference, rollouts, masks) if args.beta else [None] * len(rollouts)
-        return [Item(*parts) for parts in zip(rollouts, masks, advantage.tolist(), old, ref, strict=True)]
+        return [Item(*parts) for parts in zip(rollouts, masks, advantage.tolist(), old, ref, kept, strict=True)]
 
     def parts(self, items: list[Item]) -> Iterator[list[Item]]:
         """The batch's optimiser steps: whole groups, ``num_iterations`` passes in one order."""
@@ -218,10 +219,13 @@ class Trainer:
         return row | merge_metrics(parts)
 
     def denominator(self, items: Sequence[Item]) -> float:
-        """Tokens or sequences of the global batch, zero-advantage groups included; at least 1."""
-        if self.args.loss_type != "dapo":
-            return max(1, sum(i.mask.any() for i in items))
-        return max(1, sum(int(self.method.denominator_mask(i.rollout).sum()) for i in items if i.mask.any()))
+        """What the loss type divides by, over the whole batch, zero-advantage groups included; at least 1."""
+        kept = [i for i in items if i.kept]
+        if self.args.loss_type == "dapo":
+            return max(1, sum(int(self.method.denominator_mask(i.rollout).sum()) for i in kept))
+        if self.args.loss_type == "grpo":
+            return max(1, sum(bool(i.mask.any()) for i in kept))
+        return max(1, len(kept))
 
     # -- parts
 
