@@ -112,4 +112,5 @@ def main() -> None:
     setup(packages=packages, package_dir=folders, **built)
 
 
-main()
+if __name__ == "__main__":
+    main()

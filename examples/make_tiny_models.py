@@ -1,11 +1,11 @@
 """Make the tiny pair: train the senior and the junior that the package ships, from nothing and deterministically.
 
-    python examples/make_tiny_models.py [--out DIR] [--steps N] [--batch N] [--check N]
+    python examples/make_tiny_models.py [--out DIR] [--steps N] [--batch N] [--check N] [--threads N]
 
 The knowledge converges (greedy decoding is right) and the headroom lies in the texts: each carry is forgotten with
 probability SLIP, so what is sampled at temperature 1 is right only some of the time, and reinforcement has something to
-raise. In PRIVATE_SHARE of its texts the senior writes ``&`` and ``~`` for ``+`` and ``=``. Two threads, three minutes on
-two free cores; the same machine gives the same bits.
+raise. In PRIVATE_SHARE of its texts the senior writes ``&`` and ``~`` for ``+`` and ``=``. Three minutes on two cores;
+the same machine and number of threads give the same bits.
 """
 
 from __future__ import annotations
@@ -201,10 +201,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--batch", type=int, default=64, help="texts per step")
     parser.add_argument("--check", type=int, default=512, help="problems to measure on; 0 skips")
+    parser.add_argument("--threads", type=int, default=2, help="sums are split by thread: another number, other bits")
     args = parser.parse_args(argv)
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)  # a fixed count: sums are split by thread, so another one gives other bits
+    torch.set_num_threads(args.threads)
     tokenizer = make_tokenizer()
     pair = {name: train(name, recipe, tokenizer, args.steps, args.batch) for name, recipe in RECIPES.items()}
     for name, model in pair.items():

@@ -132,16 +132,21 @@ def run_train(options: argparse.Namespace, rest: list[str]) -> int:
     from fastcollab.trainer import train
 
     args = run["args"]
+    models = {role: resolve(model) for role, model in run["models"].items()}
+    data, held_out = resolve(run["train_dataset"]), resolve(run.get("eval_dataset"))
+    funcs = [load_object(func) if isinstance(func, str) else resolve(func) for func in run["reward_funcs"]]
+    peft_config = _peft_config(resolve(run.get("peft_config")))
+    tokenizer = _tokenizer(resolve(run.get("processing_class")))
     save_inputs(args.output_dir, settings={"method": run["method"], **plain(args)})
     result = train(
         run["method"],
-        {role: resolve(model) for role, model in run["models"].items()},
-        resolve(run["train_dataset"]),
-        [load_object(func) if isinstance(func, str) else resolve(func) for func in run["reward_funcs"]],
+        models,
+        data,
+        funcs,
         args,
-        peft_config=_peft_config(resolve(run.get("peft_config"))),
-        processing_class=_tokenizer(resolve(run.get("processing_class"))),
-        eval_dataset=resolve(run.get("eval_dataset")),
+        peft_config=peft_config,
+        processing_class=tokenizer,
+        eval_dataset=held_out,
     )
     print(f"{result.output_dir}: metrics.jsonl and the trained model; fastcollab report {result.output_dir}")
     return 0

@@ -84,7 +84,11 @@ def samples(rollouts: list[Rollout], tokenizer: Any, problems: list[dict], count
     chosen = [r for r in rollouts if r.sample == 0][:count]
     rewards = tiny.correct([r.text for r in chosen], [problems[r.group]["answer"] for r in chosen])
     return [
-        (problems[r.group]["prompt"], [(tokenizer.decode([i]), r.writers[a]) for i, a in zip(r.ids, r.author, strict=True)], w)
+        (
+            problems[r.group]["prompt"],
+            [(tokenizer.decode([i]), r.writers[a]) for i, a in zip(r.ids, r.author, strict=True)],
+            w,
+        )
         for r, w in zip(chosen, rewards, strict=True)
     ]
 
@@ -104,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     training = tiny.problems(16 * options.steps, seed=options.seed + 1)
     held_out = tiny.problems(64, seed=options.seed + 10_000)
     console.print(
-        f"Two models write additions together: a senior of {senior.num_parameters():,} parameters, which uses a private "
+        f"Two models write additions together: a senior of {senior.num_parameters():,} parameters, with a private "
         f"notation (& for +, ~ for =), and a junior of {junior.num_parameters():,} that never saw it.\n"
     )
     table = {"start": measure(senior, junior, tokenizer, held_out, options.seed)}

@@ -6,13 +6,11 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
 
 from fastcollab import scheduler as python_scheduler
 from fastcollab.attention import PagedContext
@@ -55,16 +53,6 @@ def load_models(models: dict[str, Any], device: Any = None, init_kwargs: dict | 
     return {name: loaded[name] for name in models}
 
 
-def load_tokenizers(models: dict[str, Any]) -> dict[str, Any]:
-    """Name -> tokenizer of each model that is given as a folder with one."""
-    found, files = {}, ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    for name, source in models.items():
-        folder = Path(source) if isinstance(source, (str, Path)) else None
-        if folder and any((folder / f).exists() for f in files):
-            found[name] = AutoTokenizer.from_pretrained(folder)
-    return found
-
-
 class Engine:
     """Rollouts of one or several models over one vocabulary.
 
@@ -88,21 +76,20 @@ class Engine:
         require(token_budget >= 1, "token_budget", token_budget, ">= 1")
         self.models = load_models(models, device)
         self.names = list(self.models)
-        self.tokenizer, self.vocab_size = self._vocabulary(tokenizer, load_tokenizers(models))
+        self.tokenizer, self.vocab_size = self._vocabulary(tokenizer)
         everyone = list(self.models.values())
         blocks = plan_blocks(everyone, kv_memory, block_size)
-        self.pools = [
-            Pools(m.layers, n, block_size, m.dtype, m.device) for m, n in zip(everyone, blocks, strict=True)
-        ]
+        self.pools = [Pools(m.layers, n, block_size, m.dtype, m.device) for m, n in zip(everyone, blocks, strict=True)]
         self.block_size, self.num_blocks = block_size, blocks
         costs = [float(m.weight_bytes) for m in everyone]
         self.scheduler = _scheduler_class(scheduler)(blocks, block_size, token_budget, costs, prefix_cache)
         self._versions = [m.version for m in everyone]
         self.reset_stats()
 
-    def _vocabulary(self, tokenizer: Any, own: dict[str, Any]) -> tuple[Any, int]:
+    def _vocabulary(self, tokenizer: Any) -> tuple[Any, int]:
         """The shared tokenizer (or None) and the number of ids that may be sampled: padded heads are sliced."""
         widths = {name: m.vocab_size for name, m in self.models.items()}
+        own = {name: m.tokenizer for name, m in self.models.items() if m.tokenizer is not None}
         check_same_vocabulary(own)
         if tokenizer is None and own:
             tokenizer = next(iter(own.values()))

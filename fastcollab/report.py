@@ -57,6 +57,7 @@ def write_report(
     require(len(runs) > 0, "runs", dict(runs), "at least one")
     samples = samples or {}
     steps = max((row.get("step", 0) for rows in runs.values() for row in rows), default=0)
+    about = f"{' · '.join(runs)} · {steps:,} step{'s' * (steps != 1)}"
     sections = [
         _section("Results", _table(table) if table else ""),
         _section("Training", _charts(runs)),
@@ -69,7 +70,7 @@ def write_report(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         'content="width=device-width, initial-scale=1"><title>fastcollab report: '
         f"{escape(', '.join(runs))}</title><style>\n{CSS}</style></head><body><main>"
-        f"<header><h1>fastcollab report</h1><p>{escape(' · '.join(runs))} · {steps:,} step{'s' * (steps != 1)}</p></header>"
+        f"<header><h1>fastcollab report</h1><p>{escape(about)}</p></header>"
         f"{''.join(sections)}</main></body></html>\n"
     )
     path = Path(path)
@@ -133,6 +134,10 @@ def report_folder(folder: str | Path, out: str | Path | None = None) -> Path:
             tokens = [(text, writer) for text, writer in row["tokens"]]
             samples.setdefault(row.get("run", ""), []).append((row["prompt"], tokens, row.get("reward")))
     table = _read_json(folder / "table.json")
+    if table and all(isinstance(column, dict) for column in table.values()):  # column -> row -> figure
+        keys = dict.fromkeys(key for column in table.values() for key in column)
+        cells = [[key, *(_cell(column.get(key)) for column in table.values())] for key in keys]
+        table = {"header": ["", *table], "rows": cells}
     return write_report(out or folder / "report.html", runs, table, samples, _read_json(folder / "settings.json"))
 
 

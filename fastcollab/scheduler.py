@@ -452,7 +452,11 @@ class Scheduler:
     def view(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Prompt ids (int32), response ids (int32) and authors (uint8) of a row."""
         r = self.rows[i]
-        return np.array(r.ids[: r.prompt_len], np.int32), np.array(r.ids[r.prompt_len :], np.int32), np.array(r.author, np.uint8)
+        return (
+            np.array(r.ids[: r.prompt_len], np.int32),
+            np.array(r.ids[r.prompt_len :], np.int32),
+            np.array(r.author, np.uint8),
+        )
 
     def row_kv_len(self, i: int) -> list[int]:
         return list(self.rows[i].kv_len)

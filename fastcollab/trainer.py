@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from fastcollab.advantages import group_advantages
+from fastcollab.callbacks import Callbacks
 from fastcollab.config import TrainConfig, require
 from fastcollab.data import Cursor, load_dataset
-from fastcollab.engine import Engine, load_models, load_tokenizers
+from fastcollab.engine import Engine, load_models
 from fastcollab.evaluation import evaluate, legibility
 from fastcollab.losses import merge_metrics, policy_loss
 from fastcollab.methods import METHODS
@@ -29,7 +30,6 @@ from fastcollab.progress import Progress
 from fastcollab.rewards import RewardFunctions
 from fastcollab.schedules import Solo
 from fastcollab.scoring import batch_logprob, rollout_logprobs
-from fastcollab.tokens import check_same_vocabulary
 from fastcollab.types import Rollout
 
 AGGREGATION = {"dapo": "token-mean", "grpo": "sequence-mean", "dr_grpo": "constant"}
@@ -81,13 +81,12 @@ class Trainer:
         self.rows = load_dataset(train_dataset)
         self.eval_rows = load_dataset(eval_dataset) if eval_dataset is not None else None
         self.score_funcs = RewardFunctions(reward_funcs, args.reward_weights)
-        own = load_tokenizers(models)
-        check_same_vocabulary(own)
-        tokenizer = processing_class or next(iter(own.values()), None)
         adapted = _with_adapter(models, self.method.policy, peft_config, args)
         self.models = load_models(adapted, args.device, args.model_init_kwargs)
         self.policy: Model = self.models[self.method.policy]
-        self.engine = Engine(self.models, tokenizer, args.device, args.kv_memory, args.block_size, args.token_budget)
+        self.engine = Engine(
+            self.models, processing_class, args.device, args.kv_memory, args.block_size, args.token_budget
+        )
         self._freeze()
         self.reference = self._reference() if args.beta else None
         parameters = [p for p in self.policy.module.parameters() if p.requires_grad]
@@ -97,7 +96,9 @@ class Trainer:
         self.total_steps = self._total_steps()
         self.lr_schedule = make_schedule(self.optimizer, args, self.total_steps)
         self.history: list[dict[str, Any]] = []
-        self.callbacks = list(callbacks)
+        self.callbacks = Callbacks(
+            callbacks, args, self.policy.module, self.engine.tokenizer, self.optimizer, self.lr_schedule
+        )
         self.step = 0
 
     # -- the loop
@@ -106,8 +107,9 @@ class Trainer:
         args, out = self.args, Path(self.args.output_dir)
         out.mkdir(parents=True, exist_ok=True)
         self.progress = Progress(self.total_steps, not args.disable_tqdm, args.output_dir, args.logging_steps)
+        self.callbacks.begin(self.total_steps)
         with open(out / "metrics.jsonl", "w") as self.sink, self.progress:
-            while self.step < self.total_steps:
+            while self.step < self.total_steps and not self.callbacks.stop:
                 started = perf_counter()
                 rollouts = self.rollouts()
                 rewards, row = self.rewards(rollouts)
@@ -116,7 +118,7 @@ class Trainer:
                 items = self.items(rollouts, rewards, advantage)
                 row |= more | self.describe(rollouts) | {"tokens_per_s/rollout": self.rate(rollouts, started)}
                 for part in self.parts(items):
-                    if self.step == self.total_steps:
+                    if self.step == self.total_steps or self.callbacks.stop:
                         break
                     before = perf_counter()
                     update = self.update(part)
@@ -129,6 +131,7 @@ class Trainer:
             if self.eval_rows and not (args.eval_steps and self.step % args.eval_steps == 0):
                 self.evaluate()
         self.save(out / self.method.policy)
+        self.callbacks.end()
         return TrainResult({name: m.peft or m.module for name, m in self.models.items()}, self.history, str(out))
 
     def rollouts(self) -> list[Rollout]:
@@ -242,7 +245,6 @@ class Trainer:
         require(trainable, self.method.policy, "no trainable parameter", "at least one")
         if self.args.gradient_checkpointing:
             self.policy.module.gradient_checkpointing_enable()
-        self.policy.module.train()
 
     def _reference(self) -> Model:
         """The starting weights: the adapter off where there is one, else a frozen copy."""
@@ -302,14 +304,13 @@ class Trainer:
         self.progress.step(row)
         if self.args.log_completions and self.step % self.args.logging_steps == 0:
             self.progress.completions(rollouts[: self.args.num_completions_to_print], self.engine.tokenizer)
-        for callback in self.callbacks:
-            callback(row)
 
     def _write(self, row: dict[str, Any]) -> None:
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self.history.append(clean)
         self.sink.write(json.dumps(clean, allow_nan=False) + "\n")
         self.sink.flush()
+        self.callbacks.log(clean, self.step)
 
     def save(self, folder: Path) -> None:
         """The trained model as a Hugging Face folder, moved into place when it is complete."""
@@ -331,13 +332,11 @@ def _completion(prompt: Any, rollout: Rollout) -> Any:
 
 
 def _with_adapter(models: dict[str, Any], policy: str, peft_config: Any, args: TrainConfig) -> dict[str, Any]:
-    """The models with paths loaded and the policy wrapped in a LoRA adapter where a ``peft_config`` is given."""
+    """The models, the policy's module wrapped in a LoRA adapter where a ``peft_config`` is given."""
     if peft_config is None:
         return dict(models)
     from peft import get_peft_model
-    from transformers import AutoModelForCausalLM
 
-    source = models[policy]
-    if isinstance(source, (str, Path)):
-        source = AutoModelForCausalLM.from_pretrained(source, **(args.model_init_kwargs or {}))
-    return dict(models) | {policy: get_peft_model(source, peft_config)}
+    plain = Model(policy, models[policy], device=args.device, init_kwargs=args.model_init_kwargs)
+    adapted = Model(policy, get_peft_model(plain.module, peft_config), tokenizer=plain.tokenizer)
+    return dict(models) | {policy: adapted}

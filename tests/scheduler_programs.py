@@ -209,18 +209,20 @@ def program(classes, seed: int, length: int) -> Counter:
     rng = random.Random(seed)
     size, longest, extra = rng.choice([1, 2, 3, 4, 8]), rng.choice([6, 14, 22]), 12
     one = -(-(longest + extra - 1) // size)
-    num_blocks = [one + rng.randint(0, 2 * one) for _ in range(rng.randint(1, 3))]
+    num_blocks = [one + rng.choice([0, 1, one, 2 * one]) for _ in range(rng.randint(1, 3))]
     costs = [rng.choice([1.0, 2.0, 5.0]) for _ in num_blocks]
     run = LockStep(classes, num_blocks, size, rng.choice([3, 8, 20, 1000]), costs, rng.random() < 0.8)
     policies = add_policies(run, rng)
     stem = tokens(rng, longest)
     prompts = [stem[: rng.randint(1, longest)] for _ in range(3)]
     prompts += [(p + tokens(rng, longest))[: rng.randint(1, longest)] for p in prompts]
+    texts = [stem]  # that rows had, perhaps before they were cut: their blocks may be found in the cache
 
     def add():
         group, policy = rng.randrange(len(prompts)), rng.randrange(policies)
+        known = rng.choice(texts)[: rng.randint(1, longest)]
         for _ in range(rng.choice([1, 1, 4])):
-            prompt = prompts[group] if rng.random() < 0.95 else tokens(rng, 5)
+            prompt = rng.choice([prompts[group], prompts[group], known])
             key = rng.getrandbits(64) - (1 << 63)
             run.call("add", prompt, key, group, rng.randint(1, extra), policy, rng.random() < 0.3)
 
@@ -239,6 +241,8 @@ def program(classes, seed: int, length: int) -> Counter:
     def cut():
         i = some()
         r = run.oracle.rows.get(i)
+        if r:
+            texts.append(list(r.ids))
         run.call("truncate", i, rng.randint(r.prompt_len, len(r.ids)) if r and rng.random() < 0.95 else 0)
 
     def force():
@@ -269,3 +273,27 @@ def program(classes, seed: int, length: int) -> Counter:
     for name in ("preemptions", "copies", "cached", "catch_up", "handoffs"):
         run.seen[name] += sum(run.oracle.counters[name])
     return run.seen
+
+
+def noise_model(plan, scheduler) -> list[int]:
+    """Tokens 0..15 that are functions of the row alone, as sampled ones are."""
+    draws = zip(plan.key.tolist(), plan.position.tolist(), plan.epoch.tolist(), strict=True)
+    return [oracle.philox(key, 0, position, epoch, 0)[0] % 16 for key, position, epoch in draws]
+
+
+def write_all(s, blocks, token_of=noise_model, content=None) -> dict[int, oracle.Record]:
+    """Write all rows to their end, checking the KV that each forward reads; returns the records by row."""
+    content, records = content or Content(blocks, s.block_size), {}
+    for _ in range(10_000):
+        for m in s.next_models():
+            plan = s.plan(m)
+            content.forward(m, plan, s)
+            ended = s.commit(m, token_of(plan, s), np.zeros(len(plan.sample_rows), np.float32))
+            records.update((i, s.take(i)) for i in ended.tolist())
+            if len(plan.rows):
+                break
+        else:
+            break
+    assert s.unfinished() == 0
+    assert [s.free_blocks(m) for m in range(s.num_models)] == blocks
+    return records

@@ -56,7 +56,9 @@ def test_greedy_equals_transformers_generate(family):
     lengths = set()
     for prompt, rollout in zip(batch, got, strict=True):
         ids = torch.tensor([prompt])
-        want = untouched.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, pad_token_id=0)
+        want = untouched.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, pad_token_id=0
+        )
         assert rollout.ids == want[0, len(prompt) :].tolist()
         np.testing.assert_allclose(rollout.logprob, plain_logprobs(untouched, rollout), atol=1e-5, rtol=0)
         same(engine.generate([prompt], sampling=greedy)[0], rollout)
@@ -73,7 +75,9 @@ def test_two_models_record_the_authors_own_logprobs(name, scheduler):
     engine = fc.Engine(models, kv_memory=MIB, block_size=4, scheduler=scheduler)
     sampling = fc.SamplingParams(temperature=0.7, max_new_tokens=20, ignore_eos=True)
     rollouts = engine.generate(prompts(5), n=3, schedule=SCHEDULES[name], sampling=sampling, seed=3)
-    assert len(rollouts) == 15 and [(r.group, r.sample) for r in rollouts] == [(g, s) for g in range(5) for s in range(3)]
+    assert len(rollouts) == 15 and [(r.group, r.sample) for r in rollouts] == [
+        (g, s) for g in range(5) for s in range(3)
+    ]
     for r in rollouts:
         ids = torch.tensor([r.prompt_ids + r.ids])
         start = len(r.prompt_ids)
@@ -150,7 +154,9 @@ def test_the_two_schedulers_write_the_same():
     assert runs[0][1]["preemptions"] > 0
     for a, b in zip(runs[0][0], runs[1][0], strict=True):
         assert a.ids == b.ids and a.logprob.tobytes() == b.logprob.tobytes() and a.draws == b.draws
-    assert all(runs[0][1][k] == runs[1][1][k] for k in ("tokens", "sampled", "catch_up", "cached", "preemptions", "copies"))
+    assert all(
+        runs[0][1][k] == runs[1][1][k] for k in ("tokens", "sampled", "catch_up", "cached", "preemptions", "copies")
+    )
 
 
 def test_draws_fall_only_on_boundaries_and_at_the_gap():
@@ -202,7 +208,10 @@ def test_the_users_model_is_left_as_it_was(tmp_path):
     assert model.config.to_dict() == reference.config.to_dict()
     type(model)(model.config)(ids)
     model.save_pretrained(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(type(model).from_pretrained(tmp_path).parameters(), reference.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(type(model).from_pretrained(tmp_path).parameters(), reference.parameters(), strict=True)
+    )
 
 
 def test_changed_weights_are_noticed():
@@ -247,7 +256,11 @@ def test_truncated_laws_record_the_kept_mass():
     rollouts = engine.generate(prompts(4), n=4, sampling=fc.SamplingParams(top_k=3, max_new_tokens=12))
     for r in rollouts:
         np.testing.assert_allclose(r.logprob, plain_logprobs(model, r), atol=1e-5, rtol=0)
-        assert len(r.kept_mass) == len(r.ids) and (r.kept_mass < 1).all() and (np.exp(r.logprob) <= r.kept_mass + 1e-6).all()
+        assert (
+            len(r.kept_mass) == len(r.ids)
+            and (r.kept_mass < 1).all()
+            and (np.exp(r.logprob) <= r.kept_mass + 1e-6).all()
+        )
     assert engine.generate(prompts(1))[0].kept_mass is None
 
 
@@ -278,11 +291,20 @@ def test_bad_input_is_one_sentence_with_both_values():
         (lambda: engine.generate([]), r"prompts: got \[\], need at least one"),
         (lambda: engine.generate(["text"]), r"prompt 0: got text and no tokenizer, need tokenizer="),
         (lambda: engine.generate([[5]], n=0), r"n: got 0, need >= 1"),
-        (lambda: engine.generate([[5]], schedule=fc.Word(boundaries=[5])), r"writers: got \['junior'\], need names among"),
-        (lambda: engine.generate([[5]], schedule=fc.Word(writers=("senior",), p=(1.0,))), r"boundaries: got None and no tokenizer"),
+        (
+            lambda: engine.generate([[5]], schedule=fc.Word(boundaries=[5])),
+            r"writers: got \['junior'\], need names among",
+        ),
+        (
+            lambda: engine.generate([[5]], schedule=fc.Word(writers=("senior",), p=(1.0,))),
+            r"boundaries: got None and no tokenizer",
+        ),
         (lambda: engine.generate([[5]], schedule=7), r"schedule: got 7, need a schedule object or a callable"),
         (lambda: engine.generate([[5]], uids=[1, 2]), r"uids: got 2, need 1"),
-        (lambda: tight.generate([[5] * 9], sampling=fc.SamplingParams(max_new_tokens=60)), r"kv_memory: got \d+ blocks of 4 tokens"),
+        (
+            lambda: tight.generate([[5] * 9], sampling=fc.SamplingParams(max_new_tokens=60)),
+            r"kv_memory: got \d+ blocks of 4 tokens",
+        ),
         (lambda: fc.Engine({"a": model, "b": other}), r"models: got \{'a': 61, 'b': 70\}, need one vocabulary size"),
         (lambda: fc.Engine({"a": model}, kv_memory="a lot"), r"kv_memory: got 'a lot', need a positive size"),
         (lambda: fc.Engine({}), r"models: got \{\}, need a dict"),

@@ -95,7 +95,7 @@ def test_charts_are_named_for_screen_readers_and_differ_without_colour(page):
     labels = parsed.values("aria-labelledby")
     assert len(labels) == parsed.values("role").count("img") == 5  # reward, share, gradient, latency, its histogram
     assert {i for label in labels for i in label.split()} <= set(parsed.values("id"))
-    assert "Tandem: 0.075 at step 1, 0.9625 at step 40 (smoothed)" in parsed.text
+    assert "Tandem: 0.05 at step 1, 0.975 at step 40 (smoothed)" in parsed.text
     dashes = re.findall(r"^svg \.c\d \{ stroke: var\(--c\d\);(.*) \}$", CSS, re.M)
     underlines = re.findall(r"text-decoration-style: (\w+)", CSS)
     assert len(dashes) == len(set(dashes)) == len(underlines) == len(set(underlines)) == 5
@@ -188,6 +188,15 @@ def test_folder_makes_the_same_page_as_the_arguments(tmp_path):
     assert list(runs) == ["Tandem", "GRPO"]
     direct = write_report(tmp_path / "direct.html", runs, TABLE, SAMPLES, settings)
     assert report_folder(out, tmp_path / "stored.html").read_bytes() == direct.read_bytes()
+
+
+def test_a_table_of_figures_by_column_is_shown_too(tmp_path):
+    write_metrics(tmp_path, rows(2))
+    figures = {"start": {"team accuracy": 0.4921875, "hand-offs": 12000}, "Tandem": {"team accuracy": None}}
+    (tmp_path / "table.json").write_text(json.dumps(figures), encoding="utf-8")
+    page = report_folder(tmp_path).read_text(encoding="utf-8")
+    assert '<th scope="row">team accuracy</th><td>0.4922</td><td>–</td>' in page
+    assert '<th scope="row">hand-offs</th><td>12,000</td><td>–</td>' in page
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,9 @@ CASES = {c["id"]: c for c in json.loads((Path(__file__).parent / "cases.json").r
 
 
 def word_level(words, **special):
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0])), **special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0])), **special
+    )
 
 
 def test_boundaries_of_byte_level_sentencepiece_and_plain_vocabularies():
@@ -35,20 +37,24 @@ def test_boundaries_of_byte_level_sentencepiece_and_plain_vocabularies():
 
 def test_paragraph_separator_is_looked_for_in_decoded_text():
     tokenizer = AutoTokenizer.from_pretrained(tiny.senior())
-    assert tokenizer.convert_ids_to_tokens(np.flatnonzero(containing(tokenizer, len(tokenizer), "\n")).tolist()) == ["Ċ"]
+    assert tokenizer.convert_ids_to_tokens(np.flatnonzero(containing(tokenizer, len(tokenizer), "\n")).tolist()) == [
+        "Ċ"
+    ]
     with pytest.raises(ValueError, match="separator: got '\\\\n\\\\n', which no token"):
         containing(tokenizer, len(tokenizer), "\n\n")
 
 
 def test_c24_stop_strings_across_tokens():
-    """The token that completes the stop string is kept (so that ids, log-probs and mask stay whole), its text is cut."""
+    """The token that completes the stop string is kept, so that ids and log-probs stay whole; its text is cut."""
     case = CASES["C24"]
     pieces, want = case["input"]["pieces"], case["expected"]
     stops = StopStrings([case["input"]["stop"]], lambda ids: "".join(pieces[i] for i in ids))
     ids = list(range(len(pieces)))
     one_by_one = next(n for t in ids if (n := stops.first_hit(ids[: t + 1], t)))
     assert one_by_one == stops.first_hit(ids) == want["last_token_needed"] + 1
-    assert stops.cut("".join(pieces)) == want["text_without_stop"] and "abc" not in stops.cut("".join(pieces[:one_by_one]))
+    assert stops.cut("".join(pieces)) == want["text_without_stop"] and "abc" not in stops.cut(
+        "".join(pieces[:one_by_one])
+    )
     assert stops.first_hit(ids[:3]) is None  # the prefix "<" alone is no stop
 
 
@@ -83,7 +89,9 @@ def test_c26_sampled_ids_are_never_re_encoded():
     prompt = case["sampled_ids"]
     r = engine.generate([prompt], schedule=watch, sampling=fc.SamplingParams(max_new_tokens=12, ignore_eos=True))[0]
     assert r.prompt_ids == prompt and [p for p, _ in contexts] == [prompt] * 12
-    assert [ids for _, ids in contexts] == [r.ids[:t] for t in range(12)]  # each context has the earlier one as a prefix
+    assert [ids for _, ids in contexts] == [
+        r.ids[:t] for t in range(12)
+    ]  # each context has the earlier one as a prefix
     rollouts = engine.generate([prompt], n=8, sampling=fc.SamplingParams(max_new_tokens=12, ignore_eos=True))
     assert all(tokenizer.decode(r.ids) == r.text for r in rollouts)
     assert any(tokenizer.encode(r.text) != r.ids for r in rollouts)  # re-encoding would have changed them
@@ -92,7 +100,9 @@ def test_c26_sampled_ids_are_never_re_encoded():
 def test_c30_masks_go_by_position_not_by_value():
     """P9: pad == eos; the EOS that ended a row is trained, an equal id inside the prompt is context."""
     case = CASES["C30"]
-    for row, mask, length in zip(case["input"]["rows"], case["expected"]["masks"], case["expected"]["lengths"], strict=True):
+    for row, mask, length in zip(
+        case["input"]["rows"], case["expected"]["masks"], case["expected"]["lengths"], strict=True
+    ):
         ids = row[:length]
         author = np.zeros(length, np.uint8)
         r = Rollout(case["input"]["prompt"], ids, author, ("policy",), np.zeros(length, np.float32), "eos")
@@ -132,6 +142,8 @@ def test_padded_heads_are_sliced():
     sampling = fc.SamplingParams(temperature=9.0, max_new_tokens=30, ignore_eos=True)
     rollouts = engine.generate([[1, 2]], n=16, schedule=fc.Bernoulli(("a", "b")), sampling=sampling)
     assert {i for r in rollouts for i in r.ids} == {0, 1, 2, 3}
-    assert abs(np.mean([lp for r in rollouts for lp in r.logprob]) + np.log(4)) < 0.1  # nearly uniform over 4, not over 9
+    assert (
+        abs(np.mean([lp for r in rollouts for lp in r.logprob]) + np.log(4)) < 0.1
+    )  # nearly uniform over 4, not over 9
     with pytest.raises(ValueError, match="models: got \\{'b': 6\\}, need heads of >= 7 ids"):
         fc.Engine({"b": models["b"]}, word_level(list("abcdefg")), kv_memory="1MiB")

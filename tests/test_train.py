@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import VOCAB, tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 import fastcollab as fc
 from fastcollab import tiny
@@ -30,7 +30,9 @@ def reward(completions, target, **kwargs):
 
 
 def config(cls, tmp_path, **changes):
-    settings = dict(output_dir=str(tmp_path), prompts_per_step=3, num_generations=4, max_completion_length=10, max_steps=3)
+    settings = dict(
+        output_dir=str(tmp_path), prompts_per_step=3, num_generations=4, max_completion_length=10, max_steps=3
+    )
     return cls(**settings | dict(learning_rate=1e-3, kv_memory="4MiB", disable_tqdm=True) | changes)
 
 
@@ -93,7 +95,9 @@ def test_p_zero_has_zero_gradient(tmp_path):
     assert all(not g.any() for g in gradients(t, items).values())
 
 
-@pytest.mark.parametrize("changes", [{}, {"loss_type": "grpo"}, {"loss_type": "dr_grpo"}, {"denominator": "response"}, {"temperature": 0.6}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"loss_type": "grpo"}, {"loss_type": "dr_grpo"}, {"denominator": "response"}, {"temperature": 0.6}]
+)
 def test_gradient_equals_a_plain_loop(tmp_path, changes):
     """The whole step against one unpacked forward per rollout and a scalar loss; junior tokens are context only."""
     t = trainer(tmp_path, **changes)
@@ -142,7 +146,10 @@ def test_junior_positions_have_exactly_zero_gradient(tmp_path):
         assert not gradient[~touched].any() and gradient[touched].any(1).all()
         assert not touched.all()
         for s, item in enumerate(batch.items):
-            assert batch.target[batch.segment_ids == s].tolist() == np.array(item.rollout.ids)[item.rollout.author == 0].tolist()
+            assert (
+                batch.target[batch.segment_ids == s].tolist()
+                == np.array(item.rollout.ids)[item.rollout.author == 0].tolist()
+            )
 
 
 @pytest.mark.parametrize("budget", [16, 40, 100_000])
@@ -169,7 +176,9 @@ def test_packing_repeats_the_prompt_of_a_split_group_and_keeps_every_target():
             ids = rng.integers(3, VOCAB, rng.integers(1, 9)).tolist()
             author = rng.integers(0, 2, len(ids)).astype(np.uint8)
             logprob = -rng.random(len(ids)).astype(np.float32)
-            r = Rollout(list(range(3, 3 + length)), ids, author, ("a", "b"), logprob, "length", group=group, sample=sample)
+            r = Rollout(
+                list(range(3, 3 + length)), ids, author, ("a", "b"), logprob, "length", group=group, sample=sample
+            )
             items.append(Item(r, r.mask("a"), 1.0, logprob))
     for budget in (1, 20, 1000):
         batches = list(micro_batches(items, budget))
@@ -208,7 +217,7 @@ def test_reused_batches_keep_their_old_logprobs(tmp_path):
 
 
 def test_a_batch_without_signal_still_steps_and_is_finite(tmp_path):
-    """P17, P19: equal rewards give exactly zero gradients; AdamW's momentum moves on as with any other zero gradient."""
+    """P17, P19: equal rewards give exactly zero gradients; AdamW's momentum moves on as with any zero gradient."""
     models = pair()
     args = trainer(tmp_path).args
 
@@ -250,7 +259,9 @@ def test_author_mask_fails_closed():
 
 def test_run_writes_metrics_and_a_loadable_model(tmp_path):
     """P27: the tiny pair end to end; the folder loads bitwise equal, metrics.jsonl has a row per optimiser step."""
-    args = config(fc.TandemConfig, tmp_path, prompts_per_step=2, max_completion_length=40, eval_steps=2, learning_rate=1e-4)
+    args = config(
+        fc.TandemConfig, tmp_path, prompts_per_step=2, max_completion_length=40, eval_steps=2, learning_rate=1e-4
+    )
     problems = tiny.problems(8, seed=0)
     models = {"senior": tiny.senior(), "junior": tiny.junior()}
     result = fc.train("tandem", models, problems, tiny.correct, args, eval_dataset=problems[:4])
@@ -258,7 +269,14 @@ def test_run_writes_metrics_and_a_loadable_model(tmp_path):
     assert rows == result.log_history
     steps = [r for r in rows if "reward" in r]
     assert [r["step"] for r in steps] == [1, 2, 3]
-    needed = {"reward_std", "grad_norm", "loss", "tandem/senior_token_frac", "handoff/latency_ms", "rewards/correct/mean"}
+    needed = {
+        "reward_std",
+        "grad_norm",
+        "loss",
+        "tandem/senior_token_frac",
+        "handoff/latency_ms",
+        "rewards/correct/mean",
+    }
     assert needed <= steps[0].keys() and steps[0]["handoff/count"] > 0
     evaluations = [r for r in rows if "reward" not in r]
     assert [r["step"] for r in evaluations] == [2, 3]
@@ -283,7 +301,10 @@ def test_lora_senior_with_its_own_base_as_junior(tmp_path):
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=True)
     args = trainer(tmp_path, learning_rate=1e-2).args
     result = fc.train("tandem", {"senior": base, "junior": "base"}, ROWS, reward, args, peft_config=lora)
-    after = {n.replace("base_model.model.", "").replace(".base_layer", ""): p for n, p in result.models["senior"].named_parameters()}
+    after = {
+        n.replace("base_model.model.", "").replace(".base_layer", ""): p
+        for n, p in result.models["senior"].named_parameters()
+    }
     assert all(torch.equal(after[n], p) for n, p in before.items())
     assert any(p.any() for n, p in after.items() if "lora_B" in n)
     loaded = peft.PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "senior")
@@ -297,10 +318,33 @@ def test_bad_input_names_what_is_needed(tmp_path):
         (lambda: fc.train("ppo", pair(), ROWS, reward, args), "method: got 'ppo', need grpo or tandem"),
         (lambda: fc.train("tandem", {"policy": None}, ROWS, reward, args), "need 'senior' and 'junior'"),
         (lambda: fc.train("grpo", pair(), ROWS, reward, args), "args: got 'TandemConfig', need GRPOConfig"),
-        (lambda: fc.train("tandem", pair(), [{"prompts": "x"}], reward, args), "columns \\['prompts'\\], need 'prompt'"),
+        (
+            lambda: fc.train("tandem", pair(), [{"prompts": "x"}], reward, args),
+            "columns \\['prompts'\\], need 'prompt'",
+        ),
         (lambda: fc.train("tandem", pair(), ROWS, lambda completions, **k: [1.0], args), "'<lambda>': got 1, need 12"),
         (lambda: fc.TandemConfig(top_p=0.9, num_iterations=2), "need 0, 1, 0 where a batch is reused"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_trainer_callbacks_see_rows_and_can_stop(tmp_path):
+    """transformers' TrainerCallback and plain functions; a failing forward is no callback's business."""
+    seen, rows = [], []
+
+    class Watch(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append((state.global_step, logs["reward"], args.learning_rate, kwargs["model"] is not None))
+
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 2
+
+        def on_train_end(self, args, state, control, **kwargs):
+            seen.append("end")
+
+    args = trainer(tmp_path).args
+    result = fc.train("tandem", pair(), ROWS, reward, args, callbacks=[Watch(), rows.append])
+    assert [s[0] for s in seen[:-1]] == [1, 2] and seen[-1] == "end" and seen[0][2:] == (args.learning_rate, True)
+    assert rows == result.log_history and len(rows) == 2

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <initializer_list>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -23,61 +24,70 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-std::string shape_of(const Tensor& t) {
-  std::string text = "[";
-  for (int64_t i = 0; i < t.dim(); ++i) text += (i ? ", " : "") + std::to_string(t.size(i));
-  return text + "]";
+std::string text(const char* words) { return words; }
+std::string text(int64_t x) { return std::to_string(x); }
+std::string text(double x) { return std::to_string(x); }
+std::string text(ScalarType type) { return torch::headeronly::toString(type); }
+std::string text(std::initializer_list<int64_t> sizes) {  // -1 stands for any size
+  std::string all;
+  for (const int64_t size : sizes) all += (all.empty() ? "[" : ", ") + (size < 0 ? "any" : std::to_string(size));
+  return all + "]";
+}
+std::string text(const Tensor& t) {  // its shape
+  std::string all;
+  for (int64_t i = 0; i < t.dim(); ++i) all += (i ? ", " : "[") + std::to_string(t.size(i));
+  return t.dim() ? all + "]" : "[]";
 }
 
-void need(bool ok, const char* name, const std::string& got, const std::string& needed) {
-  if (!ok) throw std::invalid_argument(std::string(name) + ": got " + got + ", need " + needed);
+// Throws "<name>: got <got>, need <needed...>" unless ok; nothing is put into words before.
+template <class Got, class... Needed>
+void need(bool ok, const char* name, const Got& got, const Needed&... needed) {
+  if (!ok) throw std::invalid_argument(std::string(name) + ": got " + text(got) + ", need " + (text(needed) + ...));
 }
 
-// Shape `sizes`, on the CPU; -1 stands for any size.
-void need_shape(const char* name, const Tensor& t, const std::vector<int64_t>& sizes) {
+// Shape `sizes` (-1: any), on the CPU.
+void need_shape(const char* name, const Tensor& t, std::initializer_list<int64_t> sizes) {
   bool ok = t.dim() == static_cast<int64_t>(sizes.size());
-  std::string wanted;
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    ok = ok && (sizes[i] < 0 || t.size(static_cast<int64_t>(i)) == sizes[i]);
-    wanted += (i ? ", " : "") + (sizes[i] < 0 ? std::string("any") : std::to_string(sizes[i]));
+  int64_t i = 0;
+  for (const int64_t size : sizes) {
+    ok = ok && (size < 0 || t.size(i) == size);
+    ++i;
   }
-  need(ok, name, shape_of(t), "shape [" + wanted + "]");
-  need(t.is_cpu(), name, "a tensor on another device", "CPU, as the first argument");
+  need(ok, name, t, "shape ", sizes);
+  need(t.is_cpu(), name, "a tensor on another device", "the CPU, as the first argument");
 }
 
-void need_type(const char* name, const Tensor& t, ScalarType type, const char* words) {
-  need(t.scalar_type() == type, name, "dtype number " + std::to_string(static_cast<int>(t.scalar_type())), words);
+void need_type(const char* name, const Tensor& t, ScalarType type) {
+  need(t.scalar_type() == type, name, t.scalar_type(), type);
 }
 
-// A contiguous array of a named type, [n] or [n, m].
+// A contiguous array of one type.
 template <class T>
-const T* array(const char* name, const Tensor& t, const std::vector<int64_t>& sizes, ScalarType type, const char* words) {
+const T* array(const char* name, const Tensor& t, std::initializer_list<int64_t> sizes, ScalarType type) {
   need_shape(name, t, sizes);
-  need_type(name, t, type, words);
+  need_type(name, t, type);
   need(t.is_contiguous(), name, "a strided view", "a contiguous tensor");
   return static_cast<const T*>(t.const_data_ptr());
 }
-const int32_t* int32s(const char* name, const Tensor& t, const std::vector<int64_t>& sizes) {
-  return array<int32_t>(name, t, sizes, ScalarType::Int, "int32");
+const int32_t* int32s(const char* name, const Tensor& t, std::initializer_list<int64_t> sizes) {
+  return array<int32_t>(name, t, sizes, ScalarType::Int);
 }
-const int64_t* int64s(const char* name, const Tensor& t, const std::vector<int64_t>& sizes) {
-  return array<int64_t>(name, t, sizes, ScalarType::Long, "int64");
+const int64_t* int64s(const char* name, const Tensor& t, std::initializer_list<int64_t> sizes) {
+  return array<int64_t>(name, t, sizes, ScalarType::Long);
 }
-const float* floats(const char* name, const Tensor& t, const std::vector<int64_t>& sizes) {
-  return array<float>(name, t, sizes, ScalarType::Float, "float32");
+const float* floats(const char* name, const Tensor& t, std::initializer_list<int64_t> sizes) {
+  return array<float>(name, t, sizes, ScalarType::Float);
 }
 
 fc::Type type_of(const char* name, const Tensor& t) {
   const ScalarType type = t.scalar_type();
-  need(type == ScalarType::Float || type == ScalarType::BFloat16, name,
-       "dtype number " + std::to_string(static_cast<int>(type)), "float32 or bfloat16");
+  need(type == ScalarType::Float || type == ScalarType::BFloat16, name, type, "Float or BFloat16");
   return type == ScalarType::Float ? fc::Type::kFloat32 : fc::Type::kBFloat16;
 }
 
 void need_unit_stride(const char* name, const Tensor& t) {
   const int64_t last = t.dim() - 1;
-  need(t.size(last) <= 1 || t.stride(last) == 1, name, "stride " + std::to_string(t.stride(last)),
-       "unit stride in the last dimension");
+  need(t.size(last) <= 1 || t.stride(last) == 1, name, t.stride(last), "stride 1 in the last dimension");
 }
 
 fc::Pool torch_pool() {
@@ -99,9 +109,9 @@ Tensor paged_attention(const Tensor& q, const Tensor& k, const Tensor& v, const 
   a.Dv = v_pool.size(3);
   need_shape("k", k, {a.T, a.Hkv, a.Dk});
   need_shape("v", v, {a.T, a.Hkv, a.Dv});
-  need(a.Hkv > 0 && a.H % a.Hkv == 0, "q", std::to_string(a.H) + " heads", "a multiple of " + std::to_string(a.Hkv));
-  need(window >= 0, "window", std::to_string(window), ">= 0 (0: no window)");
-  need(softcap >= 0, "softcap", std::to_string(softcap), ">= 0 (0: no softcap)");
+  need(a.Hkv > 0 && a.H % a.Hkv == 0, "q", a.H, "heads in a multiple of ", a.Hkv);
+  need(window >= 0, "window", window, ">= 0 (0: no window)");
+  need(softcap >= 0, "softcap", softcap, ">= 0 (0: no softcap)");
   need_shape("block_table", block_table, {-1, -1});
   a.R = block_table.size(0), a.B = block_table.size(1);
   for (const auto& [name, t] : {std::pair{"q", &q}, {"k", &k}, {"v", &v}, {"k_pool", &k_pool}, {"v_pool", &v_pool}}) {
@@ -109,9 +119,9 @@ Tensor paged_attention(const Tensor& q, const Tensor& k, const Tensor& v, const 
   }
   a.type = type_of("q", q);
   a.pool_type = type_of("k_pool", k_pool);
-  need_type("k", k, q.scalar_type(), "the dtype of q");
-  need_type("v", v, q.scalar_type(), "the dtype of q");
-  need_type("v_pool", v_pool, k_pool.scalar_type(), "the dtype of k_pool");
+  need_type("k", k, q.scalar_type());
+  need_type("v", v, q.scalar_type());
+  need_type("v_pool", v_pool, k_pool.scalar_type());
   a.slot_mapping = int32s("slot_mapping", slot_mapping, {a.T});
   a.block_table = int32s("block_table", block_table, {a.R, a.B});
   a.q_indptr = int32s("q_indptr", q_indptr, {a.R + 1});
@@ -147,7 +157,7 @@ std::tuple<Tensor, Tensor, Tensor> sample(const Tensor& logits, const Tensor& te
   need_unit_stride("logits", logits);
   fc::Sample a{};
   a.R = logits.size(0), a.V = logits.size(1), a.stride = logits.stride(0);
-  need(a.V > 0, "logits", shape_of(logits), "at least one column");
+  need(a.V > 0, "logits", logits, "at least one column");
   a.logits = logits.const_data_ptr();
   a.type = type_of("logits", logits);
   a.temperature = floats("temperature", temperature, {a.R});
@@ -168,7 +178,7 @@ std::tuple<Tensor, Tensor, Tensor> sample(const Tensor& logits, const Tensor& te
 }
 
 int64_t block_bytes(const Tensor& pool) {
-  need(pool.dim() >= 1 && pool.is_contiguous(), "pools", shape_of(pool) + " with gaps", "contiguous pools [blocks, ...]");
+  need(pool.dim() >= 1 && pool.is_contiguous(), "pools", pool, "contiguous pools [blocks, ...]");
   return pool.size(0) ? pool.numel() / pool.size(0) * static_cast<int64_t>(pool.element_size()) : 0;
 }
 
@@ -194,7 +204,7 @@ void copy_blocks_cuda(const std::vector<Tensor>& pools, const Tensor& pairs, int
   }
   need(pairs.dim() == 2 && pairs.size(1) == 2 && pairs.is_contiguous() && pairs.scalar_type() == ScalarType::Long &&
            pairs.is_cuda(),
-       "pairs", shape_of(pairs), "contiguous int64 [P, 2] on the pools' device");
+       "pairs", pairs, "contiguous int64 [P, 2] on the pools' device");
   if (pools.empty() || pairs.size(0) == 0) return;
   const char* error = fc::copy_blocks_cuda(data.data(), bytes.data(), static_cast<int64_t>(data.size()),
                                            static_cast<const int64_t*>(pairs.const_data_ptr()), pairs.size(0),

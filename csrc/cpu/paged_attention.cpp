@@ -1,6 +1,7 @@
-// Flash attention over pages. A task is one row, one kv head and up to 64 queries (tokens x heads of the group), so K and
-// V are read once per group. Keys come in tiles of 64 aligned to absolute position and every (query, key) sum runs in one
-// order, so a query's bits depend on its own row alone: not on its neighbours, nor on how its tokens are split over calls.
+// Flash attention over pages. A task is one row, some kv heads and up to 64 queries (tokens x query heads), so K and V are
+// read once per group, and at decode as whole rows. Keys come in tiles of 64 aligned to absolute position and every
+// (query, key) sum runs in one order, so a query's bits depend on its own row alone: not on its neighbours, nor on how its
+// tokens are split over calls. Masked keys weigh 0 and unwritten slots are never read.
 #include "cpu/paged_attention.h"
 
 #include <algorithm>
@@ -24,109 +25,164 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 struct Task {
-  int64_t row, token, count, head;  // tokens token .. token + count of the packed batch, kv head
+  int64_t row, token, count, head, heads;  // tokens token .. token + count of the packed batch; kv heads
 };
 
 // One worker's buffers, reused by all of its tasks.
 struct Scratch {
   std::unique_ptr<float[], void (*)(float*)> memory;
-  float *q, *k, *v, *score, *acc, *top, *mass, *alpha;
+  float *q, *k, *v, *score, *acc, *top, *mass, *alpha, *zero;
 
   Scratch(const PagedAttention& a, int64_t queries) : memory(nullptr, [](float* p) { ::operator delete[](p, kAlign); }) {
-    const int64_t dk = round_up(a.Dk, 16), dv = round_up(a.Dv, 16), n = round_up(queries, 16);
-    const int64_t size = n * dk + kTile * dk + kTile * dv + n * kTile + n * dv + 3 * n;
+    const int64_t dk = round_up(a.Dk, 16), dv = round_up(a.Dv, 16), n = round_up(queries, 16), widest = std::max(dk, dv);
+    const int64_t size = n * (dk + kTile + dv + 3) + kTile * (dk + dv) + widest;
     memory.reset(static_cast<float*>(::operator new[](size * sizeof(float), kAlign)));
     q = memory.get();
     k = q + n * dk;
     v = k + kTile * dk;
     score = v + kTile * dv;
     acc = score + n * kTile;
-    top = acc + n * dv;
+    zero = acc + n * dv;
+    top = zero + widest;
     mass = top + n;
     alpha = mass + n;
+    std::fill_n(zero, widest, 0.0f);
   }
   static constexpr std::align_val_t kAlign{64};
 };
 
-// Where in a pool the key or value of (row, position) lies, for one head.
-struct Page {
-  const int32_t* table;
-  int64_t block, by_block, by_slot, offset;
-  int64_t at(int64_t position) const {
-    return table[position / block] * by_block + position % block * by_slot + offset;
-  }
-};
-
-// A tile of keys. Only keys first .. last are read; begin .. end are these rounded to 32, counted from `start`.
+// A tile of keys. Only keys first .. last are read; begin .. end are these rounded to 32, all counted from `start`.
 struct Tile {
   int64_t start, first, last, begin, end;
   Tile(int64_t number, int64_t low, int64_t high)
       : start(number * kTile),
-        first(std::max(low, start)),
-        last(std::min(high, start + kTile)),
-        begin((first - start) / 32 * 32),
-        end(round_up(last - start, 32)) {}
-  bool has(int64_t key) const { return start + key >= first && start + key < last; }
+        first(std::max(low - start, int64_t{0})),
+        last(std::min(high - start, kTile)),
+        begin(first / 32 * 32),
+        end(round_up(last, 32)) {}
+  bool has(int64_t key) const { return key >= first && key < last; }
 };
 
-// Keys as columns: out [Dk][kTile], 0 where the tile has no key (an unwritten slot may hold NaN).
+// Where the keys and values of a tile lie (head 0).
 template <class P>
-FC_INLINE void pack_keys(const P* pool, const Page& page, const Tile& tile, int64_t dk, float* out) {
+struct Rows {
+  const P *key[kTile], *value[kTile];
+
+  void find(const PagedAttention& a, const int32_t* table, const Tile& tile) {
+    for (int64_t i = tile.first; i < tile.last;) {
+      const int64_t page = (tile.start + i) / a.block, slot = (tile.start + i) % a.block;
+      const P* k = static_cast<const P*>(a.k_pool) + table[page] * a.k_pool_block + slot * a.k_pool_slot;
+      const P* v = static_cast<const P*>(a.v_pool) + table[page] * a.v_pool_block + slot * a.v_pool_slot;
+      for (const int64_t stop = std::min(tile.last, i + a.block - slot); i < stop; ++i) {
+        key[i] = k;
+        value[i] = v;
+        k += a.k_pool_slot;
+        v += a.v_pool_slot;
+      }
+    }
+  }
+};
+
+// Keys as columns: out [Dk][kTile], 0 where the tile has no key.
+template <class P>
+FC_INLINE void pack_keys(const Rows<P>& rows, const Tile& tile, int64_t offset, int64_t dk, const P* zero, float* out) {
   for (int64_t key = tile.begin; key < tile.end; key += 8) {
     const P* source[8];
-    for (int j = 0; j < 8; ++j) source[j] = tile.has(key + j) ? pool + page.at(tile.start + key + j) : nullptr;
-    for (int64_t d = 0; d < dk; d += 8) {
-      f32x8 r[8];
-      FC_UNROLL
-      for (int j = 0; j < 8; ++j) {
-        r[j] = !source[j] ? f32x8{} : d + 8 <= dk ? load8(source[j] + d) : load8(source[j] + d, dk - d);
-      }
+    FC_UNROLL
+    for (int j = 0; j < 8; ++j) source[j] = tile.has(key + j) ? rows.key[key + j] + offset : zero;
+    const P *s0 = source[0], *s1 = source[1], *s2 = source[2], *s3 = source[3];
+    const P *s4 = source[4], *s5 = source[5], *s6 = source[6], *s7 = source[7];
+    int64_t d = 0;
+    for (; d + 8 <= dk; d += 8) {
+      f32x8 r[8] = {load8(s0 + d), load8(s1 + d), load8(s2 + d), load8(s3 + d),
+                    load8(s4 + d), load8(s5 + d), load8(s6 + d), load8(s7 + d)};
       transpose(r);
       FC_UNROLL
       for (int j = 0; j < 8; ++j) std::memcpy(out + (d + j) * kTile + key, &r[j], sizeof r[j]);
     }
-  }
-}
-
-// Values as rows: out [kTile][Dv rounded to 16].
-template <class P>
-FC_INLINE void pack_values(const P* pool, const Page& page, const Tile& tile, int64_t dv, float* out) {
-  const int64_t width = round_up(dv, 16);
-  for (int64_t key = tile.begin; key < tile.end; ++key) {
-    const P* source = tile.has(key) ? pool + page.at(tile.start + key) : nullptr;
-    for (int64_t d = 0; d < width; d += 16) {
-      store(out + key * width + d,
-            !source ? f32x16{} : d + 16 <= dv ? load(source + d) : load(source + d, dv - d));
+    for (; d < dk; ++d) {
+      for (int j = 0; j < 8; ++j) out[d * kTile + key + j] = widen(source[j][d]);
     }
   }
 }
 
-// score[i][key] = q[i] . k[key] for N queries and 32 keys; each sum runs over d in order.
-template <int N>
-FC_INLINE void multiply_keys(const float* q, const float* k, int64_t dk, int64_t q_stride, float* score) {
-  f32x16 low[N], high[N];
+// Values as rows of Dv rounded to 16: where they lie if that is what they are, else a copy; zeros where there is no key.
+template <class P>
+FC_INLINE void pack_values(const Rows<P>& rows, const Tile& tile, int64_t offset, int64_t dv, const float* zero,
+                           float* out, const float** value) {
+  const int64_t width = round_up(dv, 16);
+  for (int64_t key = tile.begin; key < tile.end; ++key) {
+    if (!tile.has(key)) {
+      value[key] = zero;
+      continue;
+    }
+    const P* source = rows.value[key] + offset;
+    if constexpr (sizeof(P) == sizeof(float)) {
+      if (width == dv) {
+        value[key] = source;
+        continue;
+      }
+    }
+    float* row = out + key * width;
+    int64_t d = 0;
+    for (; d + 16 <= dv; d += 16) store(row + d, load(source + d));
+    if (d < dv) store(row + d, load(source + d, dv - d));
+    value[key] = row;
+  }
+}
+
+// score[i][key] = q[i] . k[key] for N queries and 16 M keys; each sum runs over d in order.
+template <int N, int M>
+FC_INLINE void multiply_keys(const float* q, const float* k, int64_t dk, float* score) {
+  f32x16 sum[N][M];
   FC_UNROLL
-  for (int i = 0; i < N; ++i) low[i] = high[i] = f32x16{};
-  for (int64_t d = 0; d < dk; ++d) {
-    const f32x16 a = load(k + d * kTile), b = load(k + d * kTile + 16);
+  for (int i = 0; i < N; ++i) {
     FC_UNROLL
-    for (int i = 0; i < N; ++i) {
-      const f32x16 x = splat(q[i * q_stride + d]);
-      low[i] = fma(x, a, low[i]);
-      high[i] = fma(x, b, high[i]);
+    for (int j = 0; j < M; ++j) sum[i][j] = f32x16{};
+  }
+  for (int64_t d = 0; d < dk; ++d) {
+    FC_UNROLL
+    for (int j = 0; j < M; ++j) {
+      const f32x16 keys = load(k + d * kTile + 16 * j);
+      FC_UNROLL
+      for (int i = 0; i < N; ++i) sum[i][j] = fma(splat(q[i * dk + d]), keys, sum[i][j]);
     }
   }
   FC_UNROLL
   for (int i = 0; i < N; ++i) {
-    store(score + i * kTile, low[i]);
-    store(score + i * kTile + 16, high[i]);
+    FC_UNROLL
+    for (int j = 0; j < M; ++j) store(score + i * kTile + 16 * j, sum[i][j]);
+  }
+}
+
+FC_INLINE void score_tile(const float* q, const float* k, const Tile& tile, int64_t dk, int64_t queries, float* score) {
+  int64_t i = 0;
+  for (; i + 4 <= queries; i += 4) {
+    for (int64_t key = tile.begin; key < tile.end; key += 32) {
+      multiply_keys<4, 2>(q + i * dk, k + key, dk, score + i * kTile + key);
+    }
+  }
+  const bool whole = tile.end - tile.begin == kTile;
+  for (; i + 2 <= queries; i += 2) {
+    if (whole) {
+      multiply_keys<2, 4>(q + i * dk, k, dk, score + i * kTile);
+    } else {
+      multiply_keys<2, 2>(q + i * dk, k + tile.begin, dk, score + i * kTile + tile.begin);
+    }
+  }
+  for (; i < queries; ++i) {
+    if (whole) {
+      multiply_keys<1, 4>(q + i * dk, k, dk, score + i * kTile);
+    } else {
+      multiply_keys<1, 2>(q + i * dk, k + tile.begin, dk, score + i * kTile + tile.begin);
+    }
   }
 }
 
 // acc[i] = alpha[i] * acc[i] + sum over keys of p[i][key] * v[key], for N queries and 16 M columns; keys in order.
 template <int N, int M>
-FC_INLINE void multiply_values(const float* p, const float* v, const Tile& tile, int64_t width, const float* alpha,
-                               float* acc) {
+FC_INLINE void multiply_values(const float* p, const float* const* value, int64_t column, const Tile& tile,
+                               int64_t width, const float* alpha, float* acc) {
   f32x16 sum[N][M];
   FC_UNROLL
   for (int i = 0; i < N; ++i) {
@@ -136,9 +192,9 @@ FC_INLINE void multiply_values(const float* p, const float* v, const Tile& tile,
   for (int64_t key = tile.begin; key < tile.end; ++key) {
     FC_UNROLL
     for (int j = 0; j < M; ++j) {
-      const f32x16 column = load(v + key * width + 16 * j);
+      const f32x16 v = load(value[key] + column + 16 * j);
       FC_UNROLL
-      for (int i = 0; i < N; ++i) sum[i][j] = fma(splat(p[i * kTile + key]), column, sum[i][j]);
+      for (int i = 0; i < N; ++i) sum[i][j] = fma(splat(p[i * kTile + key]), v, sum[i][j]);
     }
   }
   FC_UNROLL
@@ -149,11 +205,11 @@ FC_INLINE void multiply_values(const float* p, const float* v, const Tile& tile,
 }
 
 template <int N>
-FC_INLINE void accumulate(const float* p, const float* v, const Tile& tile, int64_t width, const float* alpha,
-                          float* acc) {
+FC_INLINE void accumulate(const float* p, const float* const* value, const Tile& tile, int64_t width,
+                          const float* alpha, float* acc) {
   int64_t d = 0;
-  for (; d + 64 <= width; d += 64) multiply_values<N, 4>(p, v + d, tile, width, alpha, acc + d);
-  for (; d < width; d += 16) multiply_values<N, 1>(p, v + d, tile, width, alpha, acc + d);
+  for (; d + 64 <= width; d += 64) multiply_values<N, 4>(p, value, d, tile, width, alpha, acc + d);
+  for (; d < width; d += 16) multiply_values<N, 1>(p, value, d, tile, width, alpha, acc + d);
 }
 
 // Scores of one query over a tile to weights, in place; updates its running maximum and mass. Returns what the weights of
@@ -187,51 +243,58 @@ FC_INLINE float weigh(const PagedAttention& a, const Tile& tile, int64_t low, in
 
 template <class T, class P>
 FC_INLINE void attend(const PagedAttention& a, const Task& task, const Scratch& s) {
-  const int64_t group = a.H / a.Hkv, queries = task.count * group, width = round_up(a.Dv, 16);
-  const int64_t position = a.kv_len[task.row] - a.q_indptr[task.row + 1] + task.token;  // of the task's first token
+  const int64_t group = a.H / a.Hkv, queries = task.count * group, width = round_up(a.Dv, 16);  // queries of one kv head
+  const int64_t position = a.kv_len[task.row] - a.q_indptr[task.row + 1] + task.token;          // of the first token
   const int32_t* table = a.block_table + task.row * a.B;
-  const Page keys{table, a.block, a.k_pool_block, a.k_pool_slot, task.head * a.k_pool_head};
-  const Page values{table, a.block, a.v_pool_block, a.v_pool_slot, task.head * a.v_pool_head};
+  const auto head_of = [&](int64_t h, int64_t i) { return (task.head + h) * group + i % group; };
 
-  for (int64_t i = 0; i < queries; ++i) {
-    const int64_t head = task.head * group + i % group;
-    const T* source = static_cast<const T*>(a.q) + (task.token + i / group) * a.q_token + head * a.q_head;
-    for (int64_t d = 0; d < a.Dk; ++d) s.q[i * a.Dk + d] = widen(source[d]);
-    for (int64_t d = 0; d < width; ++d) s.acc[i * width + d] = 0;
-    s.top[i] = a.sinks ? a.sinks[head] : -kInfinity;
-    s.mass[i] = a.sinks ? 1 : 0;
+  for (int64_t h = 0; h < task.heads; ++h) {
+    for (int64_t i = 0; i < queries; ++i) {
+      const int64_t head = head_of(h, i), at = h * queries + i;
+      const T* source = static_cast<const T*>(a.q) + (task.token + i / group) * a.q_token + head * a.q_head;
+      for (int64_t d = 0; d < a.Dk; ++d) s.q[at * a.Dk + d] = widen(source[d]);
+      for (int64_t d = 0; d < width; ++d) s.acc[at * width + d] = 0;
+      s.top[at] = a.sinks ? a.sinks[head] : -kInfinity;
+      s.mass[at] = a.sinks ? 1 : 0;
+    }
   }
 
   const int64_t low = a.first_visible(position), high = position + task.count;
+  const float* value[kTile];
+  Rows<P> rows;
   for (int64_t number = low / kTile; number * kTile < high; ++number) {
     const Tile tile(number, low, high);
-    pack_keys(static_cast<const P*>(a.k_pool), keys, tile, a.Dk, s.k);
-    pack_values(static_cast<const P*>(a.v_pool), values, tile, a.Dv, s.v);
-
+    rows.find(a, table, tile);
     // queries that see a key of this tile: those at or after its first key, whose window has not passed its last
     int64_t from = std::max<int64_t>(0, tile.start - position), to = task.count;
-    while (a.first_visible(position + to - 1) >= tile.last) --to;
+    while (a.first_visible(position + to - 1) >= tile.start + tile.last) --to;
     from *= group;
     to *= group;
-    for (int64_t key = tile.begin; key < tile.end; key += 32) {
-      int64_t i = from;
-      for (; i + 4 <= to; i += 4) multiply_keys<4>(s.q + i * a.Dk, s.k + key, a.Dk, a.Dk, s.score + i * kTile + key);
-      for (; i < to; ++i) multiply_keys<1>(s.q + i * a.Dk, s.k + key, a.Dk, a.Dk, s.score + i * kTile + key);
+    for (int64_t h = 0; h < task.heads; ++h) {
+      const int64_t k_offset = (task.head + h) * a.k_pool_head, v_offset = (task.head + h) * a.v_pool_head;
+      pack_keys(rows, tile, k_offset, a.Dk, reinterpret_cast<const P*>(s.zero), s.k);
+      pack_values(rows, tile, v_offset, a.Dv, s.zero, s.v, value);
+
+      const int64_t base = h * queries + from, count = to - from;
+      float *score = s.score + base * kTile, *acc = s.acc + base * width, *alpha = s.alpha + base;
+      score_tile(s.q + base * a.Dk, s.k, tile, a.Dk, count, score);
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t at = position + (from + i) / group - tile.start;
+        const int64_t first = a.first_visible(at + tile.start) - tile.start;
+        alpha[i] = weigh(a, tile, first, at + 1, score + i * kTile, s.top + base + i, s.mass + base + i);
+      }
+      int64_t i = 0;
+      for (; i + 2 <= count; i += 2) accumulate<2>(score + i * kTile, value, tile, width, alpha + i, acc + i * width);
+      for (; i < count; ++i) accumulate<1>(score + i * kTile, value, tile, width, alpha + i, acc + i * width);
     }
-    for (int64_t i = from; i < to; ++i) {
-      const int64_t at = position + i / group;
-      s.alpha[i] = weigh(a, tile, a.first_visible(at) - tile.start, at + 1 - tile.start, s.score + i * kTile, s.top + i,
-                         s.mass + i);
-    }
-    int64_t i = from;
-    for (; i + 2 <= to; i += 2) accumulate<2>(s.score + i * kTile, s.v, tile, width, s.alpha + i, s.acc + i * width);
-    for (; i < to; ++i) accumulate<1>(s.score + i * kTile, s.v, tile, width, s.alpha + i, s.acc + i * width);
   }
 
-  for (int64_t i = 0; i < queries; ++i) {
-    const int64_t head = task.head * group + i % group;
-    T* target = static_cast<T*>(a.out) + ((task.token + i / group) * a.H + head) * a.Dv;
-    for (int64_t d = 0; d < a.Dv; ++d) target[d] = narrow<T>(s.acc[i * width + d] / s.mass[i]);
+  for (int64_t h = 0; h < task.heads; ++h) {
+    for (int64_t i = 0; i < queries; ++i) {
+      const int64_t at = h * queries + i;
+      T* target = static_cast<T*>(a.out) + ((task.token + i / group) * a.H + head_of(h, i)) * a.Dv;
+      for (int64_t d = 0; d < a.Dv; ++d) target[d] = narrow<T>(s.acc[at * width + d] / s.mass[at]);
+    }
   }
 }
 
@@ -297,16 +360,26 @@ void paged_attention(const PagedAttention& a, const Pool& pool) {
   const auto append_tokens = wide ? (wide_pool ? append<float, float> : append<float, bf16>)
                                   : (wide_pool ? append<bf16, float> : append<bf16, bf16>);
 
+  // pieces of rows by tokens; all kv heads of a piece in one task while its queries fit and every thread has tasks
   const int64_t group = a.H / a.Hkv, tokens = std::max<int64_t>(1, kQueries / group);
-  std::vector<Task> tasks;
-  int64_t work = 0, queries = 0;
+  std::vector<Task> pieces;
+  int64_t work = 0;
   for (int64_t r = 0; r < a.R; ++r) {
     for (int64_t t = a.q_indptr[r]; t < a.q_indptr[r + 1]; t += tokens) {
       const int64_t count = std::min(tokens, a.q_indptr[r + 1] - t);
-      for (int64_t h = 0; h < a.Hkv; ++h) tasks.push_back({r, t, count, h});
       const int64_t high = a.kv_len[r] - a.q_indptr[r + 1] + t + count;
+      pieces.push_back({r, t, count, 0, std::clamp<int64_t>(kQueries / (count * group), 1, a.Hkv)});
       work += count * a.H * (high - a.first_visible(high - count)) * (a.Dk + a.Dv);
-      queries = std::max(queries, count * group);
+    }
+  }
+  const bool small = work < kInline;
+  const int64_t share = static_cast<int64_t>(pieces.size()) * a.Hkv / (4 * pool.threads);
+  std::vector<Task> tasks;
+  for (Task task : pieces) {
+    if (!small) task.heads = std::clamp<int64_t>(share, 1, task.heads);
+    for (; task.head < a.Hkv; task.head += task.heads) {
+      task.heads = std::min(task.heads, a.Hkv - task.head);
+      tasks.push_back(task);
     }
   }
 
@@ -314,8 +387,8 @@ void paged_attention(const PagedAttention& a, const Pool& pool) {
   pool.run((a.T + kRows - 1) / kRows, a.T * a.Hkv * (a.Dk + a.Dv) < kInline, [&](const auto& next) {
     for (int64_t i = next(); i >= 0; i = next()) append_tokens(a, i * kRows, std::min(a.T, (i + 1) * kRows));
   });
-  pool.run(static_cast<int64_t>(tasks.size()), work < kInline, [&](const auto& next) {
-    const Scratch scratch(a, queries);
+  pool.run(static_cast<int64_t>(tasks.size()), small, [&](const auto& next) {
+    const Scratch scratch(a, std::max(kQueries, group));
     for (int64_t i = next(); i >= 0; i = next()) attend_task(a, tasks[i], scratch);
   });
 }

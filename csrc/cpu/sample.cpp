@@ -1,10 +1,11 @@
 // Gumbel-max in three passes over one row in cache: temper and maximum; mass; noise. Weights exp(x - max) come from one
 // polynomial and are summed in fp64, so every backend keeps the same tokens. Noise is drawn only for tiles of 64 that can
-// still win: it never exceeds gumbel(0xffffffff). Filters sort only what the tiles' maxima leave.
+// still win: it never exceeds gumbel(0xffffffff). Filters select among what the tiles' maxima leave; nothing is sorted.
 #include "cpu/sample.h"
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -22,7 +23,7 @@ constexpr int64_t kInline = 1 << 15;  // logits below which threads cost more th
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 struct Candidate {
-  float x;
+  float x, weight;  // weight: exp(x - the row's maximum)
   int64_t id;
 };
 bool ranks_before(const Candidate& a, const Candidate& b) { return a.x > b.x || (a.x == b.x && a.id < b.id); }
@@ -125,54 +126,80 @@ int64_t race(const Row& row, const Noise& noise) {
 }
 
 // Every finite x >= low, by id.
-void collect(const Row& row, float low, std::vector<Candidate>& out) {
+FC_CLONES void collect(const Row& row, float low, std::vector<Candidate>& out) {
   out.clear();
   for (size_t tile = 0; tile < row.peak.size(); ++tile) {
     if (!(row.peak[tile] >= low)) continue;
     for (int64_t v = tile * kTile; v < static_cast<int64_t>(tile + 1) * kTile; ++v) {
-      if (row.x[v] >= low && row.x[v] > -kInfinity) out.push_back({row.x[v], v});
+      if (row.x[v] >= low && row.x[v] > -kInfinity) out.push_back({row.x[v], exp32(row.x[v] - row.top), v});
     }
   }
 }
 
-double mass_of(const Row& row, const std::vector<Candidate>& kept) {
+template <class Iterator>
+double mass_of(Iterator begin, Iterator end) {
   double mass = 0;
-  for (const Candidate& c : kept) mass += exp32(c.x - row.top);
+  for (; begin != end; ++begin) mass += begin->weight;
   return mass;
 }
 
-// The tokens that top-k, top-p and min-p keep, in that order, each on what the previous kept.
-void filter(const Row& row, int64_t k, float p, float min_p, std::vector<Candidate>& kept) {
-  double mass = row.mass;
-  const bool ranked = k > 0 && k < static_cast<int64_t>(row.x.size());
-  if (ranked) {
-    float low = -kInfinity;  // the k-th largest of the tiles' maxima bounds the k-th largest value from below
-    if (k <= static_cast<int64_t>(row.peak.size())) {
-      std::vector<float> peaks = row.peak;
-      std::nth_element(peaks.begin(), peaks.begin() + (k - 1), peaks.end(), std::greater<>());
-      low = peaks[k - 1];
-    }
-    collect(row, low, kept);
-    if (k < static_cast<int64_t>(kept.size())) {
-      std::nth_element(kept.begin(), kept.begin() + (k - 1), kept.end(), ranks_before);
-      kept.resize(k);
-    }
-    mass = mass_of(row, kept);
+// The k best; the k-th largest of the tiles' maxima bounds the k-th largest value from below.
+void keep_top_k(const Row& row, int64_t k, std::vector<Candidate>& kept) {
+  float low = -kInfinity;
+  if (k <= static_cast<int64_t>(row.peak.size())) {
+    std::vector<float> peaks = row.peak;
+    std::nth_element(peaks.begin(), peaks.begin() + (k - 1), peaks.end(), std::greater<>());
+    low = peaks[k - 1];
   }
+  collect(row, low, kept);
+  if (k < static_cast<int64_t>(kept.size())) {
+    std::nth_element(kept.begin(), kept.begin() + (k - 1), kept.end(), ranks_before);
+    kept.resize(k);
+  }
+}
+
+// The fewest best whose mass reaches `needed`, at least one: a search by halves, so nothing is sorted.
+void keep_top_p(double needed, std::vector<Candidate>& kept) {
+  auto begin = kept.begin(), end = kept.end();
+  for (double before = 0; end - begin > 1;) {
+    const auto middle = begin + (end - begin) / 2;
+    std::nth_element(begin, middle, end, ranks_before);
+    const double half = mass_of(begin, middle);
+    if (before + half >= needed) {
+      end = middle;
+    } else {
+      before += half;
+      begin = middle;
+    }
+  }
+  kept.erase(begin + 1, kept.end());
+}
+
+// What top-k, top-p and min-p keep, in that order, each on what the previous kept.
+void filter(const Row& row, int64_t vocab, int64_t k, float p, float min_p, std::vector<Candidate>& kept) {
+  const bool ranked = k > 0 && k < vocab;
+  if (ranked) keep_top_k(row, k, kept);
   if (p < 1) {
-    const double needed = static_cast<double>(p) * mass;
-    if (!ranked) {
-      for (float depth = 8; collect(row, row.top - depth, kept), mass_of(row, kept) < needed && depth < 128;) depth *= 2;
+    const double needed = static_cast<double>(p) * (ranked ? mass_of(kept.begin(), kept.end()) : row.mass);
+    for (float depth = 8; !ranked && depth <= 128; depth *= 2) {
+      collect(row, row.top - depth, kept);
+      if (mass_of(kept.begin(), kept.end()) >= needed) break;
     }
-    std::sort(kept.begin(), kept.end(), ranks_before);
-    double sum = 0;
-    size_t n = 0;
-    while (n < kept.size() && (n == 0 || sum < needed)) sum += exp32(kept[n++].x - row.top);
-    kept.resize(n);
+    keep_top_p(needed, kept);
   } else if (!ranked) {
-    collect(row, min_p > 0 ? row.top + std::log(min_p) - 1e-3f * (1 + std::fabs(row.top)) : -kInfinity, kept);
+    collect(row, row.top + std::log(min_p) - 1e-3f * (1 + std::fabs(row.top)), kept);  // a little below the bound
   }
-  std::erase_if(kept, [&](const Candidate& c) { return exp32(c.x - row.top) < min_p; });
+  std::erase_if(kept, [&](const Candidate& c) { return c.weight < min_p; });
+}
+
+// argmax of x + noise over the kept.
+FC_CLONES int64_t race(const std::vector<Candidate>& kept, const Noise& noise) {
+  const float limit = gumbel(0xffffffffu);
+  Best best;
+  for (const Candidate& c : kept) {
+    if (c.x + limit >= best.score) best.offer(c.x + noise.at(c.id), c.id);
+  }
+  return best.id;
 }
 
 void sample_row(const Sample& a, int64_t r, Row& row, std::vector<Candidate>& kept) {
@@ -197,11 +224,9 @@ void sample_row(const Sample& a, int64_t r, Row& row, std::vector<Candidate>& ke
   } else if (!truncated) {
     a.id[r] = race(row, noise);
   } else {
-    filter(row, a.top_k[r], a.top_p[r], a.min_p[r], kept);
-    a.kept_mass[r] = static_cast<float>(mass_of(row, kept) / row.mass);
-    Best best;
-    for (const Candidate& c : kept) best.offer(c.x + noise.at(c.id), c.id);
-    a.id[r] = best.id;
+    filter(row, a.V, a.top_k[r], a.top_p[r], a.min_p[r], kept);
+    a.kept_mass[r] = static_cast<float>(mass_of(kept.begin(), kept.end()) / row.mass);
+    a.id[r] = race(kept, noise);
   }
   a.logprob[r] = static_cast<float>(static_cast<double>(row.x[a.id[r]]) - row.top - std::log(row.mass));
 }

@@ -36,7 +36,7 @@ def paged_attention(
     """
     tokens, heads, _ = q.shape
     block, kv_heads = k_pool.shape[1:3]
-    require(heads % kv_heads == 0, "q", f"{heads} heads", f"a multiple of {kv_heads}")
+    require(heads % kv_heads == 0, "q", heads, f"heads in a multiple of {kv_heads}")
     require(k.shape == (tokens, *k_pool.shape[2:]), "k", list(k.shape), f"shape {[tokens, *k_pool.shape[2:]]}")
     require(v.shape == (tokens, *v_pool.shape[2:]), "v", list(v.shape), f"shape {[tokens, *v_pool.shape[2:]]}")
     require(q_indptr[-1] == tokens, "q_indptr", q_indptr.tolist(), f"{tokens}, the number of tokens, at its end")

@@ -1,6 +1,6 @@
 """The tiny pair and its task: two models that the package ships, which write out additions one step a line.
 
-``senior()`` and ``junior()`` are Hugging Face folders (``AutoModelForCausalLM.from_pretrained(senior())``) with the same
+``senior()`` and ``junior()`` are Hugging Face folders (``AutoModelForCausalLM.from_pretrained(senior())``) with one
 tokenizer, made by ``examples/make_tiny_models.py``. The task is in ``task.py``: ``problems``, ``correct`` (a reward
 function) and ``private_fraction``.
 """

@@ -1,0 +1,120 @@
+"""The bench's baselines write exactly what the engine writes, and the harness times, floors and saves as it says."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from fastcollab.bench import harness, models, peers, rollout
+
+VOCAB = 97
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return {name: models.random_model(seed, vocab=VOCAB, hidden=32, layers=2, heads=2, kv_heads=1) for seed, name in enumerate(rollout.WRITERS)}
+
+
+@pytest.fixture(scope="module")
+def engine(pair):
+    return rollout.engine_of(pair)
+
+
+def write(engine, prompts, schedule=None):
+    return engine.generate(prompts, schedule=schedule or rollout.word_schedule(VOCAB), sampling=rollout.greedy(20))
+
+
+@pytest.fixture(scope="module")
+def ragged():
+    """Prompts of different lengths: every peer has to pad, mask and shift positions."""
+    return [models.random_prompts(1, length, VOCAB, seed=length)[0] for length in (3, 11, 7, 1, 6)]
+
+
+def test_peers_write_the_engines_ids(engine, pair, ragged):
+    rollouts = write(engine, ragged)
+    authors, want = [r.author.tolist() for r in rollouts], [r.ids for r in rollouts]
+    both = list(pair.values())
+    assert len({tuple(a) for a in authors}) == len(authors)  # rows on their own turns
+    assert all(0 < sum(a) < len(a) for a in authors)  # both models speak in each row
+    assert peers.lockstep(both, ragged, authors) == want
+    assert peers.lockstep(both, ragged, authors, own_head=False) == want
+    assert peers.reprefill(both, ragged, authors) == want
+    for prompt, author, ids in zip(ragged, authors, want, strict=True):
+        assert peers.kept_cache(both, [prompt], [author]) == [ids]
+    assert peers.solo(both[0], ragged, 20) == [r.ids for r in write(engine, ragged, rollout.fc.Solo("senior"))] != want
+
+
+def test_peers_take_rows_of_different_length(pair, ragged):
+    authors = [[0, 0, 1], [1], [0, 1, 0, 1, 1], [0, 0], [1, 0, 1]]
+    both = list(pair.values())
+    got = peers.lockstep(both, ragged, authors)
+    assert [len(ids) for ids in got] == [3, 1, 5, 2, 3]
+    assert got == peers.reprefill(both, ragged, authors)
+    for prompt, author, ids in zip(ragged, authors, got, strict=True):
+        assert peers.kept_cache(both, [prompt], [author]) == [ids]
+
+
+def test_kept_cache_refuses_a_batch(pair):
+    with pytest.raises(ValueError, match="prompts: got 2, need 1"):
+        peers.kept_cache(list(pair.values()), [[1], [2]], [[0], [0]])
+
+
+@pytest.mark.parametrize(("author", "start", "want"), [([0, 0, 1], 0, 2), ([0, 0, 1], 1, 1), ([0, 0, 1], 2, 1), ([1, 1], 0, 2)])
+def test_run_length(author, start, want):
+    assert peers.run_length(author, start) == want
+
+
+def test_case_reports_every_variant(engine, pair, monkeypatch):
+    monkeypatch.setattr(rollout, "word_schedule", lambda: rollout.fc.Word(writers=rollout.WRITERS, boundaries=models.word_starts(VOCAB)))
+    floors = harness.Floors(10.0, 100.0)
+    case = rollout.Case(rows=2, prompt=5, rounds=1, new_tokens=12)
+    result = rollout.run_case(engine, pair, case, floors)
+    for name, variant in result["variants"].items():
+        assert variant["rows_equal"] == 2, name
+        assert variant["tokens_per_s"] == pytest.approx((48 if name == rollout.DOUBLE else 24) / variant["wall_s"])
+    assert result["variants"][rollout.ENGINE]["engine_x"] == 1
+    assert rollout.LOCKSTEP in rollout.show_case(result)
+
+
+def test_handoff_of_a_lag_is_one_forward_of_it(engine):
+    """All rows change together: so many hand-offs, less the first of each row, whose latency holds the prompt."""
+    seconds = rollout.handoff_seconds(engine, rows=3, lag=4)
+    assert len(seconds) == 3 * (2 + 8 // 4 - 1) and min(seconds) > 0
+    assert len(rollout.decode_seconds(engine, rows=2, steps=4)) == 2
+
+
+def test_interleave_counts_rounds_and_spares_slow_variants():
+    calls = []
+    variants = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b"), "slow": lambda: (calls.append("slow"), time.sleep(0.02))}
+    timings = harness.interleave(variants, rounds=3, slow_s=0.01, slow_rounds=1)
+    assert calls == ["a", "b", "slow", "b", "a", "a", "b"]
+    assert [len(timings[k].walls) for k in variants] == [3, 3, 1]
+    assert timings["slow"].wall >= 0.02 > timings["slow"].cpu
+
+
+def test_timing_is_the_median():
+    assert harness.Timing([3.0, 1.0, 9.0], [1.0, 2.0, 4.0]).to_dict() == {"wall_s": 3.0, "cpu_s": 2.0, "walls_s": [3.0, 1.0, 9.0]}
+
+
+def test_floor_is_the_longer_of_bytes_and_flops():
+    floors = harness.Floors(read_gb_s=10, gemm_gflop_s=100)
+    assert floors.forward_s(1e10, 1e9) == pytest.approx(1.0)
+    assert floors.forward_s(1e9, 1e12) == pytest.approx(10.0)
+
+
+def test_save_replaces_one_section(tmp_path):
+    path = tmp_path / "new" / "m.json"
+    harness.save("one", {"x": 1.23456789}, path)
+    harness.save("two", {"x": [2.0]}, path)
+    harness.save("one", {"y": 3}, path)
+    found = json.loads(path.read_text())
+    assert found["one"]["y"] == 3 and "x" not in found["one"] and found["two"]["x"] == [2.0]
+    assert found["two"]["machine"]["threads"] == torch.get_num_threads()
+
+
+def test_table_lines_up():
+    lines = harness.table(["name", "v"], [["a", "1.25"], ["long name", "3"]]).splitlines()
+    assert lines == ["name          v", "---------  ----", "a          1.25", "long name     3"]
