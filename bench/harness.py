@@ -71,7 +71,7 @@ class Floors:
 
 
 def measure_floors(repeats: int = 5) -> Floors:
-    """Read bandwidth over 256 MiB (far beyond the caches) and the rate of a 1024 x 1024 x 4096 fp32 product; the best of each."""
+    """The best of some reads of 256 MiB (far beyond the caches) and of some fp32 products 1024 x 1024 x 4096."""
     data = torch.ones(1 << 26)
     a, b, out = torch.randn(1024, 1024), torch.randn(1024, 4096), torch.empty(1024, 4096)
 
@@ -109,7 +109,7 @@ def machine() -> dict[str, Any]:
 
 
 def default_path() -> Path:
-    """``bench/results/<machine>.json`` in a checkout, ``bench-results/<machine>.json`` where the package is installed."""
+    """``bench/results/<machine>.json`` in a checkout, ``bench-results/<machine>.json`` where it is installed."""
     here = Path(__file__).resolve().parent
     folder = here / "results" if (here.parent / "pyproject.toml").exists() else Path("bench-results")
     name = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", cpu_name().lower())).strip("-")

@@ -8,7 +8,8 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 VOCAB = 16384
 
 
-def random_model(seed: int, vocab: int = VOCAB, hidden: int = 384, layers: int = 8, heads: int = 6, kv_heads: int = 2) -> PreTrainedModel:
+def random_model(seed: int, vocab: int = VOCAB, hidden: int = 384, layers: int = 8, heads: int = 6,
+                 kv_heads: int = 2) -> PreTrainedModel:  # fmt: skip
     """fp32, tied, heads of 64, 20.1 M parameters by default. At std 0.05 greedy text does not fall into a loop."""
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)

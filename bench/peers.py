@@ -17,7 +17,7 @@ Ids = list[list[int]]
 
 
 def left_pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-    """ids and mask int64 [B, L], padded on the left; no mask where no row is padded, which spares the peers masked SDPA."""
+    """ids and mask int64 [B, L], padded on the left; no mask if no row is padded, which spares the masked SDPA."""
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
@@ -71,9 +71,11 @@ def reprefill(models: Sequence[PreTrainedModel], prompts: Ids, authors: Sequence
     """
     rows, done = [list(p) for p in prompts], [0] * len(prompts)
     while True:
-        waiting = [[r for r, a in enumerate(authors) if done[r] < len(a) and a[done[r]] == w] for w in range(len(models))]
-        writer = max(range(len(models)), key=lambda w: len(waiting[w]))
-        batch = waiting[writer]
+        waiting: list[list[int]] = [[] for _ in models]
+        for r, author in enumerate(authors):
+            if done[r] < len(author):
+                waiting[author[done[r]]].append(r)
+        writer, batch = max(enumerate(waiting), key=lambda item: len(item[1]))
         if not batch:
             return [row[len(p) :] for row, p in zip(rows, prompts, strict=True)]
         counts = [run_length(authors[r], done[r]) for r in batch]
@@ -83,7 +85,8 @@ def reprefill(models: Sequence[PreTrainedModel], prompts: Ids, authors: Sequence
 
 
 @torch.inference_mode()
-def lockstep(models: Sequence[PreTrainedModel], prompts: Ids, authors: Sequence[Sequence[int]], own_head: bool = True) -> Ids:
+def lockstep(models: Sequence[PreTrainedModel], prompts: Ids, authors: Sequence[Sequence[int]],
+             own_head: bool = True) -> Ids:  # fmt: skip
     """(b) Every model reads every token of every row at every step, each into its own ``DynamicCache``.
 
     Ends with the longest row. The head runs on the last position, with ``own_head`` only for the rows whose next author

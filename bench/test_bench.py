@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import pytest
 
-from fastcollab.bench import rollout
+from fastcollab.bench import handoff, rollout
 
 NAMES = (rollout.ENGINE, rollout.DOUBLE, rollout.REPREFILL, rollout.LOCKSTEP, rollout.SOLO)
 
@@ -20,21 +22,20 @@ def engine(pair):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("rows", rollout.BATCHES)
+@pytest.mark.parametrize("rows", handoff.ROWS)
 def test_rollout(benchmark, engine, pair, rows, name):
     """64 tokens a row, a hand-off every word."""
-    calls, _ = rollout.variants(engine, pair, rollout.Case(rows, prompt=32, rounds=1), rollout.word_schedule())
+    calls, _ = rollout.variants(engine, pair, rollout.Case(rows, prompt=32, rounds=1))
     benchmark.group = f"rollout, {rows} rows"
     benchmark.extra_info["tokens"] = 64 * rows * (2 if name == rollout.DOUBLE else 1)
     benchmark.pedantic(calls[name], rounds=2, warmup_rounds=1)
 
 
-@pytest.mark.parametrize("lag", rollout.LAGS)
-@pytest.mark.parametrize("rows", rollout.BATCHES)
+@pytest.mark.parametrize("lag", handoff.LAGS)
+@pytest.mark.parametrize("rows", handoff.ROWS)
 def test_handoff(benchmark, engine, rows, lag):
-    """Turns of ``lag`` tokens in all rows together; ``extra_info`` holds the latency of a hand-off over a decode step."""
+    """The whole run is timed; ``extra_info`` holds the latency of a hand-off, in ms and in decode steps."""
     benchmark.group = f"hand-off, {rows} rows"
-    seconds = benchmark.pedantic(rollout.handoff_seconds, args=(engine, rows, lag), rounds=1, warmup_rounds=1)
-    steps = rollout.decode_seconds(engine, rows)
-    benchmark.extra_info["latency_ms"] = 1e3 * sorted(seconds)[len(seconds) // 2]
-    benchmark.extra_info["decode_steps"] = sorted(seconds)[len(seconds) // 2] / sorted(steps)[len(steps) // 2]
+    run = benchmark.pedantic(handoff.measure, args=(engine, rows, lag), rounds=1, warmup_rounds=1)
+    latency, step = map(median, run)
+    benchmark.extra_info.update(latency_ms=1e3 * latency, decode_steps=latency / step)

@@ -86,6 +86,7 @@ class TrainConfig:
 
     eval_steps: int = 0  # 0: only where an eval_dataset is given, at the end
     save_steps: int = 0  # 0: only the final model
+    save_total_limit: int | None = None  # checkpoints to keep, the newest
     logging_steps: int = 10
     report_to: str | tuple[str, ...] = "none"
     log_completions: bool = False
@@ -103,6 +104,8 @@ class TrainConfig:
             require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
         require(self.max_steps == -1 or self.max_steps >= 1, "max_steps", self.max_steps, "-1 or >= 1")
         require(self.temperature > 0, "temperature", self.temperature, "> 0 in training: greedy groups carry no signal")
+        keep = self.save_total_limit
+        require(keep is None or keep >= 1, "save_total_limit", keep, "None or >= 1")
         require(self.learning_rate >= 0, "learning_rate", self.learning_rate, ">= 0")
         require(0 < self.epsilon, "epsilon", self.epsilon, "> 0")
         require(self.beta >= 0, "beta", self.beta, ">= 0")

@@ -184,6 +184,11 @@ class Engine:
                 self.scheduler.invalidate(m)
                 self._versions[m] = version
 
+    def forget(self) -> None:
+        """Drop all cached KV (between calls)."""
+        for m in range(len(self.names)):
+            self.scheduler.invalidate(m)
+
     def _run(self, schedule: Schedule, sampling: SamplingParams, where: dict[int, tuple[int, int]]) -> dict | None:
         """Forwards until no row is left; returns each row's kept masses where the law is truncated."""
         scheduler, sampler = self.scheduler, Sampler(sampling)

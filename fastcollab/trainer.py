@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 
 from fastcollab.advantages import group_advantages
 from fastcollab.callbacks import Callbacks
+from fastcollab.checkpoint import find_checkpoint, load_checkpoint, prune, save_checkpoint, save_model
 from fastcollab.config import TrainConfig, require
 from fastcollab.data import Cursor, load_dataset
 from fastcollab.engine import Engine, load_models
@@ -55,16 +55,18 @@ def train(
     processing_class: Any = None,
     eval_dataset: Any = None,
     callbacks: Sequence[Any] = (),
+    resume_from_checkpoint: bool | str | Path = False,
 ) -> TrainResult:
     """Train by ``method`` ("grpo" or "tandem"); the models by role: {"policy"} or {"senior", "junior"}.
 
     A model is a path or a ``PreTrainedModel``; with ``peft_config`` the trained one becomes a LoRA model and the junior
     may be ``"base"``, the same weights with the adapter off. Datasets: list of dicts, JSONL path or
     ``datasets.Dataset`` with column ``prompt``. Writes ``metrics.jsonl`` (a row per optimiser step) and the trained
-    model as a Hugging Face folder to ``args.output_dir``.
+    model as a Hugging Face folder to ``args.output_dir``; with ``args.save_steps`` checkpoints too, and
+    ``resume_from_checkpoint`` (True: the newest) continues one, on CPU bit for bit.
     """
     parts = (peft_config, processing_class, eval_dataset, callbacks)
-    return Trainer(method, models, train_dataset, reward_funcs, args, *parts).run()
+    return Trainer(method, models, train_dataset, reward_funcs, args, *parts).run(resume_from_checkpoint)
 
 
 class Trainer:
@@ -103,14 +105,16 @@ class Trainer:
 
     # -- the loop
 
-    def run(self) -> TrainResult:
+    def run(self, resume: bool | str | Path = False) -> TrainResult:
         args, out = self.args, Path(self.args.output_dir)
         out.mkdir(parents=True, exist_ok=True)
+        if resume:
+            self.resume(find_checkpoint(out, resume), out)
         self.progress = Progress(self.total_steps, not args.disable_tqdm, args.output_dir, args.logging_steps)
         self.callbacks.begin(self.total_steps)
-        with open(out / "metrics.jsonl", "w") as self.sink, self.progress:
+        with open(out / "metrics.jsonl", "a" if resume else "w") as self.sink, self.progress:
             while self.step < self.total_steps and not self.callbacks.stop:
-                started = perf_counter()
+                started, first = perf_counter(), self.step
                 rollouts = self.rollouts()
                 rewards, row = self.rewards(rollouts)
                 groups = [r.group for r in rollouts]
@@ -128,9 +132,11 @@ class Trainer:
                     started = perf_counter()
                     if args.eval_steps and self.step % args.eval_steps == 0:
                         self.evaluate()
+                if args.save_steps and self.step // args.save_steps > first // args.save_steps:
+                    self.checkpoint(out)
             if self.eval_rows and not (args.eval_steps and self.step % args.eval_steps == 0):
                 self.evaluate()
-        self.save(out / self.method.policy)
+        save_model(self.policy, self.engine.tokenizer, out / self.method.policy)
         self.callbacks.end()
         return TrainResult({name: m.peft or m.module for name, m in self.models.items()}, self.history, str(out))
 
@@ -238,9 +244,11 @@ class Trainer:
 
     def _freeze(self) -> None:
         """Only the policy trains; a module that it shares with a frozen role keeps its adapter trainable."""
-        for model in self.models.values():
+        for name, model in self.models.items():
             if model.module is not self.policy.module:
                 model.module.requires_grad_(False)
+            elif model is not self.policy and model.adapter != "off":
+                raise ValueError(f"models: got one module as {self.method.policy!r} and {name!r}, need two, or 'base'")
         trainable = any(p.requires_grad for p in self.policy.module.parameters())
         require(trainable, self.method.policy, "no trainable parameter", "at least one")
         if self.args.gradient_checkpointing:
@@ -312,15 +320,23 @@ class Trainer:
         self.sink.flush()
         self.callbacks.log(clean, self.step)
 
-    def save(self, folder: Path) -> None:
-        """The trained model as a Hugging Face folder, moved into place when it is complete."""
-        part = folder.with_name(folder.name + ".part")
-        (self.policy.peft or self.policy.module).save_pretrained(part)
-        if self.engine.tokenizer is not None:
-            self.engine.tokenizer.save_pretrained(part)
-        if folder.exists():
-            folder.rename(folder.with_name(f"{folder.name}.old-{os.getpid()}"))
-        part.rename(folder)
+    def checkpoint(self, out: Path) -> None:
+        """A checkpoint between two rollout batches; the KV cache starts cold here, in this run as in a resumed one."""
+        self.engine.forget()
+        state = {"cursor": self.cursor.state_dict()}
+        parts = (self.policy, self.engine.tokenizer, self.optimizer, self.lr_schedule)
+        save_checkpoint(out, self.step, *parts, state, self.args.to_dict())
+        prune(out, self.args.save_total_limit)
+
+    def resume(self, folder: Path, out: Path) -> None:
+        """Continue from a checkpoint; rows of metrics.jsonl beyond it are dropped."""
+        state = load_checkpoint(folder, self.policy, self.optimizer, self.lr_schedule)
+        self.cursor.load_state_dict(state["cursor"])
+        self.step = state["step"]
+        metrics = out / "metrics.jsonl"
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        self.history = [row for row in map(json.loads, lines) if row["step"] <= self.step]
+        metrics.write_text("".join(json.dumps(row) + "\n" for row in self.history))
 
 
 def _completion(prompt: Any, rollout: Rollout) -> Any:

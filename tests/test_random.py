@@ -110,8 +110,8 @@ def test_gumbel_noise_has_its_law():
 
 @native
 def test_compiled_noise_has_the_same_bits():
-    """Logits that cancel the reference's noise make every score exactly 0, so id 0 wins by the tie rule; were any compiled
-    number larger, its id would win. Then id 0 is lowered by a hair, so that another wins unless its number is smaller."""
+    """Logits that cancel the reference's noise make every score exactly 0, so id 0 wins by the tie rule; were any
+    compiled number larger, its id would win. Then id 0 is lowered by a hair, so another wins unless it is smaller."""
     rows, vocab = 2000, 256
     g = torch.Generator().manual_seed(1)
     key = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g)

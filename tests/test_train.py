@@ -348,3 +348,47 @@ def test_trainer_callbacks_see_rows_and_can_stop(tmp_path):
     result = fc.train("tandem", pair(), ROWS, reward, args, callbacks=[Watch(), rows.append])
     assert [s[0] for s in seen[:-1]] == [1, 2] and seen[-1] == "end" and seen[0][2:] == (args.learning_rate, True)
     assert rows == result.log_history and len(rows) == 2
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_resume_is_bitwise(tmp_path, lora):
+    """P26: 4 steps with a checkpoint at 2 equal 2 steps and a resumed 2, in weights and in every metric but times."""
+    config = {}
+    if lora:
+        peft = pytest.importorskip("peft", reason="the extra 'peft' is not installed")
+        config["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    changes = dict(save_steps=2, learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=1)
+
+    def run(folder, steps, resume=False):
+        torch.manual_seed(0)  # LoRA's initial weights
+        args = trainer(tmp_path / folder, max_steps=4, save_total_limit=1, **changes).args
+
+        def stop(row):
+            if row["step"] == steps:
+                raise KeyboardInterrupt
+
+        callbacks = [stop] if steps < 4 else []
+        return fc.train(
+            "tandem", pair(), ROWS, reward, args, callbacks=callbacks, resume_from_checkpoint=resume, **config
+        )
+
+    whole = run("whole", 4)
+    with pytest.raises(KeyboardInterrupt):
+        run("cut", 3)  # dies in step 3; what counts is the checkpoint of step 2
+    assert [p.name for p in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-2"]
+    resumed = run("cut", 4, resume=True)
+    assert equal(weights(resumed.models["senior"]), weights(whole.models["senior"]))
+    timed = ("_s/", "time", "latency")
+    for a, b in zip(whole.log_history, resumed.log_history, strict=True):
+        assert {k: v for k, v in a.items() if not any(t in k for t in timed) and "version" not in k} == {
+            k: v for k, v in b.items() if not any(t in k for t in timed) and "version" not in k
+        }
+    assert [p.name for p in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def test_one_module_in_two_roles_is_refused(tmp_path):
+    model = tiny_model("qwen3")
+    with pytest.raises(ValueError, match="models: got one module as 'senior' and 'junior', need two, or 'base'"):
+        trainer(tmp_path, models={"senior": model, "junior": model})
+    with pytest.raises(ValueError, match="resume_from_checkpoint: got True and no complete checkpoint"):
+        fc.train("tandem", pair(), ROWS, reward, trainer(tmp_path).args, resume_from_checkpoint=True)

@@ -91,9 +91,8 @@ void need_unit_stride(const char* name, const Tensor& t) {
 }
 
 fc::Pool torch_pool() {
-  return {torch::stable::get_num_threads(), [](int64_t n, const std::function<void(int64_t, int64_t)>& f) {
-            torch::stable::parallel_for(0, n, 1, f);
-          }};
+  return {torch::stable::get_num_threads(),
+          [](int64_t n, const std::function<void(int64_t, int64_t)>& f) { torch::stable::parallel_for(0, n, 1, f); }};
 }
 
 Tensor paged_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_pool, const Tensor& v_pool,
@@ -133,7 +132,8 @@ Tensor paged_attention(const Tensor& q, const Tensor& k, const Tensor& v, const 
     const bool wide = type_of("sinks", *sinks) == fc::Type::kFloat32;
     const void* data = sinks->const_data_ptr();
     for (int64_t h = 0; h < a.H; ++h) {
-      sink_values.push_back(wide ? static_cast<const float*>(data)[h] : fc::widen(static_cast<const fc::bf16*>(data)[h]));
+      sink_values.push_back(wide ? static_cast<const float*>(data)[h]
+                                 : fc::widen(static_cast<const fc::bf16*>(data)[h]));
     }
     a.sinks = sink_values.data();
   }

@@ -10,10 +10,10 @@ namespace fc {
 
 // Sizes, and strides in elements. Every last dimension has unit stride.
 struct PagedAttention {
-  const void *q, *k, *v;  // [T, H, Dk], [T, Hkv, Dk], [T, Hkv, Dv]
-  void *k_pool, *v_pool;  // [N, block, Hkv, Dk], [N, block, Hkv, Dv]
-  void* out;              // [T, H, Dv], contiguous
-  Type type, pool_type;   // of q, k, v, out; of the pools
+  const void *q, *k, *v;        // [T, H, Dk], [T, Hkv, Dk], [T, Hkv, Dv]
+  void *k_pool, *v_pool;        // [N, block, Hkv, Dk], [N, block, Hkv, Dv]
+  void* out;                    // [T, H, Dv], contiguous
+  Type type, pool_type;         // of q, k, v, out; of the pools
   const int32_t* slot_mapping;  // [T]
   const int32_t* block_table;   // [R, B]
   const int32_t* q_indptr;      // [R + 1]
@@ -25,9 +25,7 @@ struct PagedAttention {
   float scale, softcap;  // softcap 0: off
   int64_t window;        // 0: off
 
-  int64_t first_visible(int64_t position) const {
-    return window > 0 && position >= window ? position - window + 1 : 0;
-  }
+  int64_t first_visible(int64_t position) const { return window > 0 && position >= window ? position - window + 1 : 0; }
 };
 
 // Throws std::invalid_argument, with the value got and the value needed, where an index points outside its array.

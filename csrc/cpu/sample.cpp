@@ -1,6 +1,7 @@
 // Gumbel-max in three passes over one row in cache: temper and maximum; mass; noise. Weights exp(x - max) come from one
-// polynomial and are summed in fp64, so every backend keeps the same tokens. Noise is drawn only for tiles of 64 that can
-// still win: it never exceeds gumbel(0xffffffff). Filters select among what the tiles' maxima leave; nothing is sorted.
+// polynomial and are summed in fp64, so every backend keeps the same tokens. Noise is drawn only for tiles of 64 that
+// can still win: it never exceeds gumbel(0xffffffff). Filters select among what the tiles' maxima leave; nothing is
+// sorted.
 #include "cpu/sample.h"
 
 #include <algorithm>
@@ -37,7 +38,8 @@ struct Row {
 };
 
 template <class T>
-FC_INLINE void temper(const T* logits, int64_t vocab, float inverse, Row& row) {
+FC_INLINE void temper(const T* logits, int64_t vocab, float temperature, Row& row) {
+  const bool divide = temperature != 1;
   f32x16 best = splat(-kInfinity);
   i32x16 nan = {};
   for (int64_t tile = 0; tile * kTile < vocab; ++tile) {
@@ -45,9 +47,10 @@ FC_INLINE void temper(const T* logits, int64_t vocab, float inverse, Row& row) {
     for (int64_t v = tile * kTile; v < (tile + 1) * kTile; v += 16) {
       f32x16 x = splat(-kInfinity);
       if (v + 16 <= vocab) {
-        x = load(logits + v) * splat(inverse);
+        x = load(logits + v);
+        if (divide) x /= splat(temperature);
       } else {
-        for (int64_t i = 0; v + i < vocab; ++i) x[i] = widen(logits[v + i]) * inverse;
+        for (int64_t i = 0; v + i < vocab; ++i) x[i] = widen(logits[v + i]) / temperature;
       }
       nan |= x != x;
       high = max(high, x);
@@ -71,12 +74,12 @@ FC_INLINE void weigh(Row& row) {
   for (int i = 0; i < 16; ++i) row.mass += total[i];
 }
 
-FC_CLONES void prepare(const float* logits, int64_t vocab, float inverse, Row& row) {
-  temper(logits, vocab, inverse, row);
+FC_CLONES void prepare(const float* logits, int64_t vocab, float temperature, Row& row) {
+  temper(logits, vocab, temperature, row);
   weigh(row);
 }
-FC_CLONES void prepare(const bf16* logits, int64_t vocab, float inverse, Row& row) {
-  temper(logits, vocab, inverse, row);
+FC_CLONES void prepare(const bf16* logits, int64_t vocab, float temperature, Row& row) {
+  temper(logits, vocab, temperature, row);
   weigh(row);
 }
 
@@ -203,13 +206,12 @@ FC_CLONES int64_t race(const std::vector<Candidate>& kept, const Noise& noise) {
 }
 
 void sample_row(const Sample& a, int64_t r, Row& row, std::vector<Candidate>& kept) {
-  const float temperature = a.temperature[r];
-  const bool greedy = temperature == 0;
-  const float inverse = greedy ? 1.0f : 1.0f / temperature;
+  const bool greedy = a.temperature[r] == 0;
+  const float temperature = greedy ? 1.0f : a.temperature[r];
   if (a.type == Type::kFloat32) {
-    prepare(static_cast<const float*>(a.logits) + r * a.stride, a.V, inverse, row);
+    prepare(static_cast<const float*>(a.logits) + r * a.stride, a.V, temperature, row);
   } else {
-    prepare(static_cast<const bf16*>(a.logits) + r * a.stride, a.V, inverse, row);
+    prepare(static_cast<const bf16*>(a.logits) + r * a.stride, a.V, temperature, row);
   }
   a.id[r] = -1;
   a.logprob[r] = a.kept_mass[r] = std::numeric_limits<float>::quiet_NaN();
@@ -241,7 +243,8 @@ void need(bool ok, const char* name, double got, int64_t row, const char* needed
 
 void sample(const Sample& a, const Pool& pool) {
   for (int64_t r = 0; r < a.R; ++r) {
-    need(a.temperature[r] >= 0 && a.temperature[r] < kInfinity, "temperature", a.temperature[r], r, "a finite number >= 0");
+    need(a.temperature[r] >= 0 && a.temperature[r] < kInfinity, "temperature", a.temperature[r], r,
+         "a finite number >= 0");
     need(a.top_k[r] >= 0, "top_k", a.top_k[r], r, ">= 0 (0 keeps all)");
     need(a.top_p[r] > 0, "top_p", a.top_p[r], r, "in (0, 1]");
     need(a.min_p[r] >= 0 && a.min_p[r] <= 1, "min_p", a.min_p[r], r, "in [0, 1]");

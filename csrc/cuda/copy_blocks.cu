@@ -1,5 +1,5 @@
-// One launch for all layers. A thread owns one offset of one pool and walks the pairs in order, so a pair may read what an
-// earlier one wrote and no thread waits for another.
+// One launch for all layers. A thread owns one offset of one pool and walks the pairs in order, so a pair may read what
+// an earlier one wrote and no thread waits for another.
 #include "cuda/copy_blocks.h"
 
 #include <algorithm>
@@ -20,7 +20,8 @@ __global__ void copy(const Pools pools, const int64_t* __restrict__ pairs, int64
   char* data = pools.data[blockIdx.y];
   const int64_t bytes = pools.bytes[blockIdx.y];
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x * sizeof(Word);
-  for (int64_t at = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * sizeof(Word); at < bytes; at += step) {
+  for (int64_t at = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * sizeof(Word); at < bytes;
+       at += step) {
     for (int64_t p = 0; p < num_pairs; ++p) {
       const Word word = *reinterpret_cast<const Word*>(data + pairs[2 * p] * bytes + at);
       *reinterpret_cast<Word*>(data + pairs[2 * p + 1] * bytes + at) = word;

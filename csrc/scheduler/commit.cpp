@@ -1,5 +1,6 @@
 // Applying what was sampled: tokens, the content cache, the ends of rows, and the next authors. See scheduler.h.
 #include <algorithm>
+#include <array>
 
 #include "common/philox.h"
 #include "scheduler/scheduler.h"
@@ -11,7 +12,7 @@ std::vector<int64_t> Scheduler::commit(int32_t m, std::span<const int64_t> ids, 
                                        double now) {
   check_model(m);
   std::vector<Planned>& pending = pending_[m];
-  const auto speaks = [m](const Planned& p) { return p.row->held[m].kv_len + p.n == p.row->size(); };
+  const auto speaks = [](const Planned& p) { return p.speaks; };
   const auto sampled = static_cast<size_t>(std::count_if(pending.begin(), pending.end(), speaks));
   if (ids.size() < sampled || logprobs.size() < sampled) {
     throw std::out_of_range("commit: got " + std::to_string(std::min(ids.size(), logprobs.size())) + " tokens, need " +
@@ -19,11 +20,12 @@ std::vector<int64_t> Scheduler::commit(int32_t m, std::span<const int64_t> ids, 
   }
   std::vector<int64_t> ended;
   size_t s = 0;
-  for (const auto& [planned, n] : pending) {
-    Row& row = *planned;
+  for (size_t r = 0; r < pending.size(); ++r) {
+    if (r % kFetched == 0) fetch_planned(m, r);
+    Row& row = *pending[r].row;
     row.busy = false;
-    publish(row, m, n);
-    if (row.held[m].kv_len == row.size()) {
+    publish(row, m, pending[r].n);
+    if (pending[r].speaks) {
       const auto writer = static_cast<uint8_t>(row.writer());
       if (!row.author.empty() && row.author.back() != writer) {
         ++counters_[m].handoffs;
@@ -42,6 +44,13 @@ std::vector<int64_t> Scheduler::commit(int32_t m, std::span<const int64_t> ids, 
   }
   pending.clear();
   return ended;
+}
+
+void Scheduler::fetch_planned(int32_t m, size_t from) const {
+  std::array<Row*, kFetched> rows;
+  size_t n = 0;
+  for (; n < kFetched && from + n < pending_[m].size(); ++n) rows[n] = pending_[m][from + n].row;
+  fetch({rows.data(), n}, m);
 }
 
 // Advances kv_len by n; enters the blocks that are full now, and the prompt's partial tail, in the cache.

@@ -1,10 +1,17 @@
 // Planning: which rows go into the next forward of a model, with which tokens and blocks. See scheduler.h.
 #include <algorithm>
-#include <limits>
+#include <array>
 
 #include "scheduler/scheduler.h"
 
 namespace fc {
+
+void Plan::reserve(size_t most) {
+  for (auto* array : {&rows, &input_ids, &position_ids, &logit_index, &sample_rows, &key}) array->reserve(most);
+  for (auto* array : {&kv_len, &slot_mapping, &position, &epoch}) array->reserve(most);
+  q_indptr.reserve(most + 1);
+  q_indptr.push_back(0);
+}
 
 std::vector<int32_t> Scheduler::next_models() const {
   std::vector<std::pair<double, int32_t>> ready;
@@ -23,56 +30,29 @@ Plan Scheduler::plan(int32_t m) {
   check_model(m);
   if (!pending_[m].empty()) throw PlanPending("plan(m) before the last plan of m was committed");
   Plan plan;
-  const auto most = static_cast<size_t>(std::min(rows_.num_ready(m), token_budget_));
-  for (auto* array :
-       {&plan.rows, &plan.input_ids, &plan.position_ids, &plan.logit_index, &plan.sample_rows, &plan.key}) {
-    array->reserve(most);
-  }
-  for (auto* array : {&plan.kv_len, &plan.slot_mapping, &plan.position, &plan.epoch}) array->reserve(most);
-  plan.q_indptr.reserve(most + 1);
-  plan.q_indptr.push_back(0);
-
-  BlockPool& pool = pools_[m];
+  plan.reserve(static_cast<size_t>(std::min(rows_.num_ready(m), token_budget_)));
   auto older = rows_.older_holders(m);
   int64_t budget = token_budget_;
   bool full = false;
   youngest_ = rows_.num_slots() - 1;
+  tables_.clear();
   if (!prefilling_.empty()) prefilling_.clear();
-  for (int32_t slot = 0; (slot = rows_.next_ready(m, slot, full)) >= 0 && budget > 0; ++slot) {
+  for (int32_t slot = 0, fetched = 0; (slot = rows_.next_ready(m, slot, full)) >= 0 && budget > 0; ++slot) {
+    if (slot >= fetched) fetched = fetch_ready(m, slot, full);
     Row& row = rows_[slot];
-    Held& held = row.held[m];
-    const bool holds = !held.table.empty();
-    int32_t known = held.kv_len;
-    Prefix* tip = held.tip;
-    if (!holds) {
-      tip = find_cached(row, m, found_);
-      for (const auto& [block, tokens] : found_) known += tokens;
-    }
-    if (prefix_cache_ && known < row.prompt_len - 1) {
-      // Another row of the group computes this prompt right now.
-      if (!holds && prefilling_.contains(row.group)) continue;
-      prefilling_.insert(row.group);
-    }
-    if (!holds) {
-      for (const auto& [block, tokens] : found_) {
-        pool.share(block);
-        held.table.push_back(block);
-      }
-      held.kv_len = known;
-      BlockPool::hold(tip);
-      pool.drop(held.tip);
-      held.tip = tip;
-    }
-    const auto n = static_cast<int32_t>(std::min<int64_t>(row.size() - held.kv_len, budget));
+    const bool holds = !row.held[m].table.empty();
+    if (!holds && !share_cached(row, m)) continue;
+    const int32_t start = row.held[m].kv_len;
+    if (holds && prefix_cache_ && start < row.prompt_len - 1) prefilling_.insert(row.group);
+    const auto n = static_cast<int32_t>(std::min<int64_t>(row.size() - start, budget));
     if (reserve(row, m, n, holds ? 0 : older.before(slot), plan)) {
       if (!holds) {
-        counters_[m].cached += held.kv_len;
+        counters_[m].cached += start;
         rows_.refresh_holding(row, m);
       }
-      row.busy = true;
-      rows_.refresh(row);
+      rows_.enter_plan(row);
       budget -= n;
-      pending_[m].push_back({&row, n});
+      pending_[m].push_back({&row, n, start + n == row.size()});
       emit(row, m, n, plan);
     } else if (holds) {
       preempt(row);
@@ -82,10 +62,30 @@ Plan Scheduler::plan(int32_t m) {
       full = true;
     }
   }
-  emit_tables(m, plan);
+  emit_tables(plan);
   counters_[m].tokens += static_cast<int64_t>(plan.input_ids.size());
   counters_[m].forwards += !plan.rows.empty();
   return plan;
+}
+
+// Lets a row that starts hold the cached blocks of its leading ids. False, and nothing held, if another row of its
+// group computes more of the prompt right now: it will wait for that.
+bool Scheduler::share_cached(Row& row, int32_t m) {
+  BlockPool& pool = pools_[m];
+  Held& held = row.held[m];
+  Prefix* tip = find_cached(row, m, found_);
+  int32_t known = 0;
+  for (const auto& [block, tokens] : found_) known += tokens;
+  if (prefix_cache_ && known < row.prompt_len - 1 && !prefilling_.insert(row.group).second) return false;
+  for (const auto& [block, tokens] : found_) {
+    pool.share(block);
+    held.table.push_back(block);
+  }
+  held.kv_len = known;
+  BlockPool::hold(tip);
+  pool.drop(held.tip);
+  held.tip = tip;
+  return true;
 }
 
 // Blocks that hold leading ids of the row; the last id is always left to feed. Returns the prefix of the full ones.
@@ -179,6 +179,7 @@ void Scheduler::emit(Row& row, int32_t m, int32_t n, Plan& plan) {
     plan.slot_mapping.push_back(*block * block_size_ + offset);
     if (++offset == block_size_) offset = 0, ++block;
   }
+  tables_.insert(tables_.end(), held.table.begin(), held.table.end());
   plan.q_indptr.push_back(plan.q_indptr.back() + n);
   plan.kv_len.push_back(end);
   if (end == row.size()) {
@@ -193,15 +194,46 @@ void Scheduler::emit(Row& row, int32_t m, int32_t n, Plan& plan) {
   }
 }
 
-void Scheduler::emit_tables(int32_t m, Plan& plan) {
-  size_t width = 0;
-  for (const Planned& planned : pending_[m]) width = std::max(width, planned.row->held[m].table.size());
-  plan.block_table.reserve(width * pending_[m].size());
-  for (const Planned& planned : pending_[m]) {
-    const std::vector<int32_t>& table = planned.row->held[m].table;
-    plan.block_table.insert(plan.block_table.end(), table.begin(), table.end());
-    plan.block_table.resize(plan.block_table.size() + width - table.size());
+void Scheduler::emit_tables(Plan& plan) const {
+  const auto blocks_of = [this](int32_t tokens) { return (tokens + block_size_ - 1) / block_size_; };
+  int32_t width = 0;
+  for (int32_t kv_len : plan.kv_len) width = std::max(width, blocks_of(kv_len));
+  plan.block_table.reserve(plan.kv_len.size() * width);
+  auto table = tables_.cbegin();
+  for (int32_t kv_len : plan.kv_len) {
+    const int32_t blocks = blocks_of(kv_len);
+    plan.block_table.insert(plan.block_table.end(), table, table + blocks);
+    plan.block_table.resize(plan.block_table.size() + width - blocks);
+    table += blocks;
   }
+}
+
+// Rows lie scattered in memory: asks for several together, level by level, before they are worked on one by one.
+void Scheduler::fetch(std::span<Row* const> rows, int32_t m) const {
+  const auto line = [](const void* address) { __builtin_prefetch(address); };
+  for (const Row* row : rows) {
+    for (size_t offset = 0; offset < sizeof(Row); offset += 64) line(reinterpret_cast<const char*>(row) + offset);
+  }
+  for (const Row* row : rows) {
+    line(&row->held[m]);
+    line(row->ids.data() + row->ids.size());
+    line(row->author.data() + row->author.size());
+    line(row->logprob.data() + row->logprob.size());
+    line(row->draws.data() + row->draws.size());
+  }
+  for (const Row* row : rows) line(row->held[m].table.data() + row->held[m].table.size());
+  for (const Row* row : rows) {
+    if (!row->held[m].table.empty()) pools_[m].fetch(row->held[m].table.back());
+  }
+}
+
+// Fetches the next ready rows from a slot on; returns the slot behind the last of them.
+int32_t Scheduler::fetch_ready(int32_t m, int32_t slot, bool must_hold) {
+  std::array<Row*, kFetched> rows;
+  size_t n = 0;
+  for (; n < kFetched && (slot = rows_.next_ready(m, slot, must_hold)) >= 0; ++slot) rows[n++] = &rows_[slot];
+  fetch({rows.data(), n}, m);
+  return slot < 0 ? rows_.num_slots() : slot;
 }
 
 }  // namespace fc

@@ -75,6 +75,14 @@ void RowTable::refresh(Row& row) {
   asking_.put(row.slot, row.asking && running);
 }
 
+void RowTable::enter_plan(Row& row) {
+  row.busy = true;
+  busy_.put(row.slot, true);
+  ready_[row.counted_ready].put(row.slot, false);
+  --num_ready_[row.counted_ready];
+  row.counted_ready = -1;
+}
+
 std::vector<int64_t> RowTable::asking() const {
   std::vector<int64_t> ids;
   for (int32_t w = 0; w < asking_.num_words(); ++w) {

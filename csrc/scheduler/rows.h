@@ -50,6 +50,7 @@ class RowTable {
 
   // To be called after a row's state, author, asking or busy changed, or its table began or ceased to be empty.
   void refresh(Row& row);
+  void enter_plan(Row& row);  // a ready row becomes busy
   void refresh_holding(const Row& row, int32_t m) { holding_[m].put(row.slot, !row.held[m].table.empty()); }
 
   int64_t num_running() const { return num_running_; }

@@ -39,6 +39,8 @@ struct Plan {
   std::vector<int64_t> key;           // [S]
   std::vector<int32_t> position;      // [S], response position of the token to draw
   std::vector<int32_t> epoch;         // [S]
+
+  void reserve(size_t most);  // rows; and begins q_indptr
 };
 
 // Per model; the names are those that Python sees.
@@ -90,18 +92,24 @@ class Scheduler {
   struct Planned {
     Row* row;
     int32_t n;
+    bool speaks;  // its last token is fed, so it yields a logit row
   };
+  static constexpr size_t kFetched = 32;
   using CachedBlocks = std::vector<std::pair<int32_t, int32_t>>;  // block, tokens used of it
 
   int32_t check_model(int32_t m) const;
   Row& idle(int64_t id);
 
+  bool share_cached(Row& row, int32_t m);
   Prefix* find_cached(const Row& row, int32_t m, CachedBlocks& found);
   bool reserve(Row& row, int32_t m, int32_t n, int32_t spare, Plan& plan);
   void release(Row& row, int32_t m, int32_t keep = 0);
   void preempt(Row& row);
   void emit(Row& row, int32_t m, int32_t n, Plan& plan);
-  void emit_tables(int32_t m, Plan& plan);
+  void emit_tables(Plan& plan) const;
+  void fetch(std::span<Row* const> rows, int32_t m) const;
+  void fetch_planned(int32_t m, size_t from) const;
+  int32_t fetch_ready(int32_t m, int32_t slot, bool must_hold);
 
   void publish(Row& row, int32_t m, int32_t n);
   void settle(Row& row);
@@ -123,7 +131,8 @@ class Scheduler {
   // Of one plan, kept for their memory.
   std::unordered_set<int64_t> prefilling_;  // groups whose prompt a row of the plan computes
   CachedBlocks found_;
-  int32_t youngest_ = 0;  // no idle holder is in a slot above
+  std::vector<int32_t> tables_;  // of the planned rows, one after the other
+  int32_t youngest_ = 0;         // no idle holder is in a slot above
 };
 
 }  // namespace fc

@@ -24,9 +24,9 @@ def sample(
     logits [R, V] any float dtype; temperature, top_p, min_p [R] fp32; top_k, position, epoch [R] int32; key [R] int64
     -> id [R] int64, logprob [R] fp32, kept_mass [R] fp32.
 
-    x = fp32(z * fp32(1 / temperature)). The token is argmax over the kept of x + noise(key, position, epoch, id), the
-    lowest id on a tie; at temperature 0 it is argmax z, filters have no effect and x = z. logprob is log_softmax(x) at
-    the token, over the whole vocabulary; kept_mass is the probability of the kept set under the same law.
+    x = fp32(z / temperature), correctly rounded. The token is argmax over the kept of x + noise(key, position, epoch,
+    id), the lowest id on a tie; at temperature 0 it is argmax z, filters have no effect and x = z. logprob is
+    log_softmax(x) at the token, over the whole vocabulary; kept_mass is the probability of the kept set, same law.
     Filters work on weights exp32(x - max) summed in fp64, so that every backend keeps the same set.
     A row with NaN, +inf or no finite logit gets id -1 and NaN. ``ValueError`` for a value outside its range.
     """
@@ -37,8 +37,7 @@ def sample(
     require(bool((top_p > 0).all()), "top_p", top_p.tolist(), "in (0, 1]")
     require(bool(((min_p >= 0) & (min_p <= 1)).all()), "min_p", min_p.tolist(), "in [0, 1]")
     greedy = temperature == 0
-    inverse = 1.0 / torch.where(greedy, torch.ones_like(temperature), temperature)
-    x = logits.float() * inverse[:, None]
+    x = logits.float() / torch.where(greedy, torch.ones_like(temperature), temperature)[:, None]
     top = x.amax(1)
     valid = top.isfinite()  # amax of a row with NaN is NaN
     x = torch.where(valid[:, None], x, torch.zeros_like(x))

@@ -1,0 +1,113 @@
+"""What a hand-off costs: from the giver's last token to the receiver's first, over one decode step of the receiver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+import fastcollab as fc
+from fastcollab.bench import models, rollout
+from fastcollab.bench.harness import Floors, interleave, measure_floors, save, table
+
+LAGS, ROWS = (1, 4, 16, 64), (1, 8, 32)
+ROUNDS = {1: 7, 8: 4, 32: 3}
+DECODES = 4  # decode steps in each of the receiver's turns
+PROMPT = 32
+HANDOFFS = {1: 6, 4: 4, 16: 3, 64: 2}
+
+
+class Stopwatch:
+    """A schedule's callable: one plan of writers for all rows together, and the time at which each position was asked.
+
+    The engine asks right after the previous token of the row is in, so ``seconds[t]`` is what token t took.
+    """
+
+    def __init__(self, writers: list[int]) -> None:
+        self.writers, self.asked = writers, {}
+
+    def __call__(self, prompt: np.ndarray, ids: np.ndarray, author: np.ndarray) -> int:
+        self.asked.setdefault(len(ids), perf_counter())
+        return self.writers[len(ids)]
+
+    @property
+    def seconds(self) -> list[float]:
+        return [self.asked[t + 1] - self.asked[t] for t in range(len(self.asked) - 1)]
+
+
+def plan(lag: int, handoffs: int) -> tuple[list[int], list[int], list[int]]:
+    """Writers by position (receiver 0, giver 1); the positions of the receiver's first tokens; of its decode steps.
+
+    The receiver opens, so that it has read the prompt, and a hand-off of lag k ingests its own last token and k more.
+    """
+    writers, first, decodes = [0], [], []
+    for _ in range(handoffs):
+        writers += [1] * lag
+        first.append(len(writers))
+        decodes += range(len(writers) + 1, len(writers) + 1 + DECODES)
+        writers += [0] * (1 + DECODES)
+    return [*writers, 0], first, decodes  # the last token's end is not seen
+
+
+def measure(engine: fc.Engine, rows: int, lag: int) -> tuple[list[float], list[float]]:
+    """Seconds of each hand-off of ``lag`` tokens in all ``rows`` together, and of each decode step between them."""
+    writers, first, decodes = plan(lag, HANDOFFS[lag])
+    watch = Stopwatch(writers)
+    prompts = models.random_prompts(rows, PROMPT, engine.vocab_size)
+    schedule = fc.Call(watch, writers=rollout.WRITERS)
+    engine.generate(prompts, schedule=schedule, sampling=rollout.greedy(len(writers)))
+    seconds = watch.seconds
+    return [seconds[t] for t in first], [seconds[t] for t in decodes]
+
+
+def run_rows(engine: fc.Engine, pair: rollout.Pair, rows: int, floors: Floors) -> list[dict[str, Any]]:
+    """One line of the table for each lag, all lags interleaved; medians over the hand-offs of all rounds."""
+    samples: dict[int, list[tuple[list[float], list[float]]]] = {lag: [] for lag in LAGS}
+
+    def once(lag: int) -> None:
+        samples[lag].append(measure(engine, rows, lag))
+
+    calls: dict[str, Callable[[], None]] = {str(lag): partial(once, lag) for lag in LAGS}
+    for call in calls.values():
+        call()
+    for found in samples.values():
+        found.clear()
+    interleave(calls, ROUNDS[rows])
+    decode = median(s for found in samples.values() for _, decodes in found for s in decodes)
+    receiver = pair[rollout.WRITERS[0]]
+    lines = []
+    for lag, found in samples.items():
+        latency = median(s for handoffs, _ in found for s in handoffs)
+        flops = rows * ((lag + 1) * models.read_flops(receiver) + models.head_flops(receiver))
+        floor = floors.forward_s(models.weight_bytes(receiver), flops)
+        lines.append({"rows": rows, "lag": lag, "latency_s": latency, "decode_s": decode, "floor_s": floor})
+    return lines
+
+
+def show(lines: list[dict[str, Any]]) -> str:
+    cells = [
+        [
+            f"{v['rows']} rows, lag {v['lag']}",
+            f"{v['latency_s'] * 1e3:.1f}",
+            f"{v['decode_s'] * 1e3:.1f}",
+            f"{v['latency_s'] / v['decode_s']:.2f}",
+            f"{v['latency_s'] / v['decode_s'] / v['lag']:.2f}",
+            f"{v['latency_s'] / v['floor_s']:.2f}",
+        ]
+        for v in lines
+    ]
+    return table(["hand-off", "ms", "decode ms", "÷ decode step", "÷ lag decode steps", "÷ floor"], cells)
+
+
+def run(path: Path, quick: bool = False) -> None:
+    """Prints the latency table and writes the section ``handoff``."""
+    floors, pair = measure_floors(), rollout.pair()
+    engine = rollout.engine_of(pair)
+    lines = [line for rows in (ROWS[:2] if quick else ROWS) for line in run_rows(engine, pair, rows, floors)]
+    print(f"\n{show(lines)}", flush=True)
+    save("handoff", {"floors": vars(floors), "lines": lines}, path)
