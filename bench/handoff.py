@@ -16,8 +16,9 @@ from fastcollab.bench import models, rollout
 from fastcollab.bench.harness import Floors, interleave, measure_floors, save, table
 
 LAGS, ROWS = (1, 4, 16, 64), (1, 8, 32)
-ROUNDS = {1: 7, 8: 4, 32: 3}
+ROUNDS = {1: 6, 8: 3, 32: 2}
 DECODES = 4  # decode steps in each of the receiver's turns
+MOST_S = 8.0  # for the repeats of one lag
 PROMPT = 32
 HANDOFFS = {1: 6, 4: 4, 16: 3, 64: 2}
 
@@ -77,7 +78,7 @@ def run_rows(engine: fc.Engine, pair: rollout.Pair, rows: int, floors: Floors) -
         call()
     for found in samples.values():
         found.clear()
-    interleave(calls, ROUNDS[rows])
+    interleave(calls, ROUNDS[rows], MOST_S)
     decode = median(s for found in samples.values() for _, decodes in found for s in decodes)
     receiver = pair[rollout.WRITERS[0]]
     lines = []

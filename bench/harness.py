@@ -36,12 +36,11 @@ class Timing:
         return {"wall_s": self.wall, "cpu_s": self.cpu, "walls_s": self.walls}
 
 
-def interleave(variants: Mapping[str, Callable[[], Any]], rounds: int, slow_s: float = float("inf"),
-               slow_rounds: int = 2) -> dict[str, Timing]:  # fmt: skip
+def interleave(variants: Mapping[str, Callable[[], Any]], rounds: int, most_s: float = float("inf")) -> dict[str, Timing]:
     """Time every variant once a round, each round starting one variant later, so that drift of the host hits all alike.
 
-    Nothing is warmed up here: call each variant once before. A variant whose first run takes more than ``slow_s``
-    seconds is repeated ``slow_rounds`` times only.
+    Nothing is warmed up here: call each variant once before. A variant that has had ``most_s`` seconds rests, which
+    bounds the run on a slow or busy machine: each variant takes at most that and one repeat more.
     """
     timings = {name: Timing() for name in variants}
     names = list(variants)
@@ -49,7 +48,7 @@ def interleave(variants: Mapping[str, Callable[[], Any]], rounds: int, slow_s: f
         start = r % len(names)
         for name in names[start:] + names[:start]:
             timing = timings[name]
-            if r >= slow_rounds and timing.walls[0] > slow_s:
+            if sum(timing.walls) >= most_s:
                 continue
             cpu, wall = time.process_time(), time.perf_counter()
             variants[name]()

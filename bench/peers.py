@@ -85,12 +85,11 @@ def reprefill(models: Sequence[PreTrainedModel], prompts: Ids, authors: Sequence
 
 
 @torch.inference_mode()
-def lockstep(models: Sequence[PreTrainedModel], prompts: Ids, authors: Sequence[Sequence[int]],
-             own_head: bool = True) -> Ids:  # fmt: skip
+def lockstep(models: Sequence[PreTrainedModel], prompts: Ids, authors: Sequence[Sequence[int]]) -> Ids:
     """(b) Every model reads every token of every row at every step, each into its own ``DynamicCache``.
 
-    Ends with the longest row. The head runs on the last position, with ``own_head`` only for the rows whose next author
-    the model is (the least work this loop can do), else for all rows, as ``model(..., logits_to_keep=1)`` does.
+    The head runs on the last position of the rows whose next author the model is, the least this loop can do:
+    ``model(..., logits_to_keep=1)`` would run it for all rows.
     """
     steps = max(map(len, authors))
     ids, mask = left_pad(prompts)
@@ -111,9 +110,7 @@ def lockstep(models: Sequence[PreTrainedModel], prompts: Ids, authors: Sequence[
             h = model.base_model(input_ids=ids, position_ids=positions[:, start:end], use_cache=True,
                                  attention_mask=None if mask is None else mask[:, :end],
                                  **{cache_keyword(model): caches[w]}).last_hidden_state[:, -1]  # fmt: skip
-            if not own_head:
-                written[own, t] = model.get_output_embeddings()(h).argmax(-1)[own]
-            elif len(own):
+            if len(own):
                 written[own, t] = model.get_output_embeddings()(h[own]).argmax(-1)
         ids, start = written[:, t : t + 1], end
     return [row[: len(a)] for row, a in zip(written.tolist(), authors, strict=True)]

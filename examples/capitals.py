@@ -18,10 +18,10 @@ import fastcollab as fc
 
 CAPITALS = {
     "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Germany": "Berlin", "Japan": "Tokyo", "China": "Beijing",
-    "Russia": "Moscow", "Egypt": "Cairo", "Greece": "Athens", "Portugal": "Lisbon", "Poland": "Warsaw", "Cuba": "Havana",
-    "Norway": "Oslo", "Sweden": "Stockholm", "Finland": "Helsinki", "Denmark": "Copenhagen", "Austria": "Vienna",
-    "Hungary": "Budapest", "Ireland": "Dublin", "Turkey": "Ankara", "Canada": "Ottawa", "Peru": "Lima", "Kenya": "Nairobi",
-    "Iran": "Tehran",
+    "Russia": "Moscow", "Egypt": "Cairo", "Greece": "Athens", "Portugal": "Lisbon", "Poland": "Warsaw",
+    "Cuba": "Havana", "Norway": "Oslo", "Sweden": "Stockholm", "Finland": "Helsinki", "Denmark": "Copenhagen",
+    "Austria": "Vienna", "Hungary": "Budapest", "Ireland": "Dublin", "Turkey": "Ankara", "Canada": "Ottawa",
+    "Peru": "Lima", "Kenya": "Nairobi", "Iran": "Tehran",
 }  # fmt: skip
 ROWS = [{"prompt": f"The capital of {country} is", "answer": capital} for country, capital in CAPITALS.items()]
 

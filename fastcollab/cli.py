@@ -147,6 +147,7 @@ def run_train(options: argparse.Namespace, rest: list[str]) -> int:
         peft_config=peft_config,
         processing_class=tokenizer,
         eval_dataset=held_out,
+        resume_from_checkpoint=run.get("resume_from_checkpoint", False),
     )
     print(f"{result.output_dir}: metrics.jsonl and the trained model; fastcollab report {result.output_dir}")
     return 0

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from fastcollab import tiny
 from fastcollab.config import GRPOConfig, SamplingParams, TandemConfig
 from fastcollab.engine import Engine
 from fastcollab.evaluation import evaluate, legibility
-from fastcollab.report import write_report
+from fastcollab.report import save_inputs, write_report
 from fastcollab.schedules import Solo, Word
 from fastcollab.trainer import TrainResult, train
 from fastcollab.types import Rollout
@@ -99,9 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
     options = parser.parse_args(argv)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    torch.manual_seed(options.seed)  # nothing below draws from it; a user's callback might
+    transformers_logging.disable_progress_bar()
     console = Console()
     tokenizer = AutoTokenizer.from_pretrained(tiny.senior())
     senior, junior = (AutoModelForCausalLM.from_pretrained(path) for path in (tiny.senior(), tiny.junior()))
@@ -124,7 +122,8 @@ def main(argv: list[str] | None = None) -> None:
         table[name] = measure(trained, junior, tokenizer, held_out, options.seed)
     seconds = perf_counter() - started
 
-    shown = Table(title=f"64 held-out additions, 4 samples each, T = 1 ({options.steps} steps, {seconds:.0f} s)")
+    title = f"64 held-out additions, 4 samples each, T = 1 ({options.steps} steps, {seconds:.0f} s)"
+    shown = Table(title=title)
     shown.add_column("")
     cells = [[k] + [f.format(table[c][0][k]) for c in COLUMNS] for k, f in FORMAT.items()]
     for column in COLUMNS:
@@ -132,16 +131,12 @@ def main(argv: list[str] | None = None) -> None:
     for row in cells:
         shown.add_row(*row)
     console.print(shown)
-    (options.out / "table.json").write_text(json.dumps({c: table[c][0] for c in COLUMNS}, indent=1))
-    path = options.out / "report.html"
-    write_report(
-        path,
-        {name: run.log_history for name, run in runs.items()},
-        {"header": ["", *COLUMNS], "rows": cells},
-        {c: samples(table[c][1], tokenizer, held_out) for c in COLUMNS},
-        settings("tandem", options.out, options.steps, options.seed).to_dict(),
-    )
-    console.print(f"Report: {path}")
+    shown_samples = {c: samples(table[c][1], tokenizer, held_out) for c in COLUMNS}
+    config = {"name": "Tandem"} | settings("tandem", options.out, options.steps, options.seed).to_dict()
+    figures = {"title": title, "header": ["", *COLUMNS], "rows": cells}
+    save_inputs(options.out, figures, shown_samples, config)
+    histories = {name: run.log_history for name, run in runs.items()}
+    console.print(f"Report: {write_report(options.out / 'report.html', histories, figures, shown_samples, config)}")
 
 
 if __name__ == "__main__":

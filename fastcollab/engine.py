@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections import Counter
@@ -22,11 +23,14 @@ from fastcollab.schedules import Call, Schedule, Solo
 from fastcollab.tokens import StopStrings, check_same_vocabulary, decode, encode_prompt
 from fastcollab.types import Draw, Rollout
 
+log = logging.getLogger("fastcollab")
+
+NATIVE_ABSENT: str | None = None  # or why the Python scheduler is used
 try:
     from fastcollab import _scheduler as native_scheduler
 except ImportError as error:  # absent, or built for another interpreter: both read as absent
-    native_scheduler = None
-    warnings.warn(f"fastcollab: the Python scheduler is used, the compiled one is absent ({error})", stacklevel=2)
+    native_scheduler, NATIVE_ABSENT = None, str(error)
+    warnings.warn(f"fastcollab schedules in Python, which is slower: {NATIVE_ABSENT}", stacklevel=2)
 
 
 def _scheduler_class(which: str | None):
@@ -84,6 +88,7 @@ class Engine:
         costs = [float(m.weight_bytes) for m in everyone]
         self.scheduler = _scheduler_class(scheduler)(blocks, block_size, token_budget, costs, prefix_cache)
         self._versions = [m.version for m in everyone]
+        self._policies: dict[Schedule, int] = {}
         self.reset_stats()
 
     def _vocabulary(self, tokenizer: Any) -> tuple[Any, int]:
@@ -126,13 +131,10 @@ class Engine:
         require(uids is None or len(uids) == len(prompts), "uids", uids and len(uids), f"{len(prompts)}, one a prompt")
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop: got {sampling.stop!r} and no tokenizer, need tokenizer= to find text")
-        models = [self.names.index(w) for w in schedule.writers]
         encoded = [encode_prompt(self.tokenizer, p, i, chat_template_kwargs) for i, p in enumerate(prompts)]
         limits = [self._limit(ids, i, schedule.writers) for i, ids in enumerate(encoded)]
         self._refresh()
-        eos = sorted({i for m in models for i in self.models[self.names[m]].eos_ids})
-        arguments = schedule.policy(self.tokenizer, self.vocab_size)
-        policy = self.scheduler.add_policy(models=models, eos=eos, **arguments)
+        policy = self._policy(schedule)
         rows, seen = [], Counter()
         started = perf_counter()
         try:
@@ -162,6 +164,18 @@ class Engine:
         unknown = [w for w in schedule.writers if w not in self.models]
         require(not unknown, "schedule writers", unknown, f"names among {self.names}")
         return schedule
+
+    def _policy(self, schedule: Schedule) -> int:
+        """The scheduler's number of a schedule; made once, for it may scan the vocabulary."""
+        if schedule not in self._policies:
+            models = [self.names.index(w) for w in schedule.writers]
+            eos = sorted({i for w in schedule.writers for i in self.models[w].eos_ids})
+            arguments = schedule.policy(self.tokenizer, self.vocab_size)
+            if arguments.get("boundary") is not None:
+                count = int(arguments["boundary"].sum())
+                log.info("%s: %d of %d ids are boundaries", type(schedule).__name__, count, self.vocab_size)
+            self._policies[schedule] = self.scheduler.add_policy(models=models, eos=eos, **arguments)
+        return self._policies[schedule]
 
     def _limit(self, ids: list[int], index: int, writers: Sequence[str]) -> int:
         """How many tokens may follow a prompt."""

@@ -17,8 +17,8 @@ PACKAGES = ("torch", "transformers", "triton", "numpy", "safetensors", "peft")
 
 def describe() -> dict[str, str]:
     """Name -> what is found; of a part that is absent, the reason. Imports torch and transformers."""
-    with warnings.catch_warnings(record=True) as caught:  # what these warn of is reported below
-        warnings.simplefilter("always")
+    with warnings.catch_warnings():  # what these warn of is reported below
+        warnings.simplefilter("ignore")
         import torch
 
         from fastcollab import __file__, __version__, engine, ops
@@ -29,7 +29,7 @@ def describe() -> dict[str, str]:
     report["cpu"] = f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads"
     report["cuda"] = _cuda(torch)
     report |= _operators(ops.impl_report())
-    report["scheduler"] = _scheduler(engine, [str(w.message) for w in caught])
+    report["scheduler"] = _scheduler(engine)
     report["c++ compiler"] = _compiler([os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"])
     report["nvcc"] = _compiler([str(Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda", "bin", "nvcc")), "nvcc"])
     return report
@@ -64,10 +64,9 @@ def _operators(report: dict[str, object]) -> dict[str, str]:
     return lines
 
 
-def _scheduler(engine, warned: list[str]) -> str:
-    if engine.native_scheduler is None:
-        reasons = [text for text in warned if "scheduler" in text]
-        return f"python: {reasons[0] if reasons else 'fastcollab._scheduler is absent'}"
+def _scheduler(engine) -> str:
+    if engine.NATIVE_ABSENT:
+        return f"python: {engine.NATIVE_ABSENT}"
     return "python: FASTCOLLAB_IMPL=reference" if os.environ.get("FASTCOLLAB_IMPL") == "reference" else "native"
 
 

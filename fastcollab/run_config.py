@@ -17,7 +17,15 @@ import yaml
 from fastcollab.config import TrainConfig, require
 from fastcollab.methods import METHODS
 
-ROLES = ("models", "train_dataset", "eval_dataset", "reward_funcs", "processing_class", "peft_config")  # of train
+ROLES = (  # arguments of train, but for method, args and callbacks
+    "models",
+    "train_dataset",
+    "eval_dataset",
+    "reward_funcs",
+    "processing_class",
+    "peft_config",
+    "resume_from_checkpoint",
+)
 
 
 def load_run(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,10 @@ class Schedule:
         ok = 1 <= len(writers) <= 255 and len(set(writers)) == len(writers)
         require(ok, "writers", self.writers, "1..255 different names")
         object.__setattr__(self, "writers", writers)
+        for name in ("p", "boundaries"):  # hashable: the engine keeps one policy per schedule
+            value = getattr(self, name, None)
+            if value is not None and not isinstance(value, (int, float)):
+                object.__setattr__(self, name, tuple(value))
 
     def policy(self, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
         """Arguments of ``Scheduler.add_policy`` but for ``models`` and ``eos``."""
@@ -73,9 +77,9 @@ class Word(Schedule):
         require(self.max_gap >= 1, "max_gap", self.max_gap, ">= 1")
         if self.boundaries is not None:
             boundary = np.zeros(vocab_size, np.uint8)
-            ids = np.asarray(list(self.boundaries), np.int64)
+            ids = np.asarray(self.boundaries, np.int64)
             ok = len(ids) > 0 and ids.min() >= 0 and ids.max() < vocab_size
-            require(ok, "boundaries", list(self.boundaries)[:8], f"ids in 0..{vocab_size - 1}, at least one")
+            require(ok, "boundaries", self.boundaries[:8], f"ids in 0..{vocab_size - 1}, at least one")
             boundary[ids] = 1
         elif tokenizer is None:
             raise ValueError("boundaries: got None and no tokenizer, need boundaries= or tokenizer=")

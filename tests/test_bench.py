@@ -51,7 +51,6 @@ def test_peers_write_the_engines_ids(engine, pair, ragged):
     assert len({tuple(a) for a in authors}) == len(authors)  # rows on their own turns
     assert sum(0 < sum(a) < len(a) for a in authors) >= 4  # both models speak in most of them
     assert peers.lockstep(both, ragged, authors) == want
-    assert peers.lockstep(both, ragged, authors, own_head=False) == want
     assert peers.reprefill(both, ragged, authors) == want
     for prompt, author, ids in zip(ragged, authors, want, strict=True):
         assert peers.kept_cache(both, [prompt], [author]) == [ids]
@@ -125,14 +124,14 @@ def test_handoff_table(engine, pair, monkeypatch):
     assert "2 rows, lag 4" in handoff.show(lines)
 
 
-def test_interleave_counts_rounds_and_spares_slow_variants():
+def test_interleave_counts_rounds_and_rests_slow_variants():
     calls = []
     variants = {
         "a": lambda: calls.append("a"),
         "b": lambda: calls.append("b"),
         "slow": lambda: (calls.append("slow"), time.sleep(0.02)),
     }
-    timings = harness.interleave(variants, rounds=3, slow_s=0.01, slow_rounds=1)
+    timings = harness.interleave(variants, rounds=3, most_s=0.01)
     assert calls == ["a", "b", "slow", "b", "a", "a", "b"]
     assert [len(timings[k].walls) for k in variants] == [3, 3, 1]
     assert timings["slow"].wall >= 0.02 > timings["slow"].cpu

@@ -198,8 +198,7 @@ def test_env_gives_the_reason_of_what_is_absent():
         "ops triton": "present",
         "ops forced": "reference (FASTCOLLAB_IMPL or use_impl)",
     }
-    absent = SimpleNamespace(native_scheduler=None)
-    assert env._scheduler(absent, ["x", "the compiled scheduler is absent (y)"]).startswith("python: the compiled")
+    assert env._scheduler(SimpleNamespace(NATIVE_ABSENT="no module")) == "python: no module"
     assert env._compiler(["no-such-compiler-here"]) == "none (no-such-compiler-here)"
     assert env._version("no-such-distribution-here") == "not installed"
 
@@ -253,5 +252,7 @@ def test_train_from_a_config(config, tmp_path, capsys):
     assert (tmp_path / "out" / "senior" / "config.json").is_file()
     settings = json.loads((tmp_path / "out" / "settings.json").read_text())
     assert (settings["method"], settings["num_generations"]) == ("tandem", 2)
+    assert run("train", config, "--output_dir", tmp_path / "out", "--max_steps", 3, "--resume_from_checkpoint") == 2
+    assert "checkpoint" in capsys.readouterr().err  # none was saved
     assert run("report", tmp_path / "out") == 0
     assert "Senior&#x27;s share" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")

@@ -188,7 +188,8 @@ FC_INLINE float weigh(const PagedAttention& a, const Tile& tile, int64_t low, in
     if (partial) {
       const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
       const i32x16 index = lane + static_cast<int32_t>(key);
-      x = (index >= static_cast<int32_t>(low)) & (index < static_cast<int32_t>(high)) ? x : splat(-kInfinity);
+      const i32x16 visible = (index >= static_cast<int32_t>(low)) & (index < static_cast<int32_t>(high));
+      x = visible ? x : splat(-kInfinity);
     }
     store(score + key, x);
     best = max(best, x);

@@ -48,21 +48,39 @@ struct Scratch {
   static constexpr std::align_val_t kAlign{64};
 };
 
-template <class T, class P>
+// Head of query i (tokens x heads of the group) of the task's h-th kv head, and the row of q and out it is.
+struct Query {
+  int64_t head, token;
+  FC_INLINE Query(const PagedAttention& a, const Task& task, int64_t h, int64_t i)
+      : head((task.head + h) * (a.H / a.Hkv) + i % (a.H / a.Hkv)), token(task.token + i / (a.H / a.Hkv)) {}
+};
+
+template <class T>
+FC_INLINE void read_query(const PagedAttention& a, const Query& query, float* out) {
+  const T* source = static_cast<const T*>(a.q) + query.token * a.q_token + query.head * a.q_head;
+  for (int64_t d = 0; d < a.Dk; ++d) out[d] = widen(source[d]);
+}
+
+template <class T>
+FC_INLINE void write_output(const PagedAttention& a, const Query& query, const float* acc, float mass) {
+  T* target = static_cast<T*>(a.out) + (query.token * a.H + query.head) * a.Dv;
+  for (int64_t d = 0; d < a.Dv; ++d) target[d] = narrow<T>(acc[d] / mass);
+}
+
+template <class P>
 FC_INLINE void attend(const PagedAttention& a, const Task& task, const Scratch& s) {
   // queries: of one kv head; position: of the first token
   const int64_t group = a.H / a.Hkv, queries = task.count * group, width = round_up(a.Dv, 16);
   const int64_t position = a.kv_len[task.row] - a.q_indptr[task.row + 1] + task.token;
   const int32_t* table = a.block_table + task.row * a.B;
-  const auto head_of = [&](int64_t h, int64_t i) { return (task.head + h) * group + i % group; };
+  const bool wide = a.type == Type::kFloat32;
 
-  for (int64_t h = 0; h < task.heads; ++h) {
-    for (int64_t i = 0; i < queries; ++i) {
-      const int64_t head = head_of(h, i), at = h * queries + i;
-      const T* source = static_cast<const T*>(a.q) + (task.token + i / group) * a.q_token + head * a.q_head;
-      for (int64_t d = 0; d < a.Dk; ++d) s.q[at * a.Dk + d] = widen(source[d]);
+  for (int64_t h = 0, at = 0; h < task.heads; ++h) {
+    for (int64_t i = 0; i < queries; ++i, ++at) {
+      const Query query(a, task, h, i);
+      wide ? read_query<float>(a, query, s.q + at * a.Dk) : read_query<bf16>(a, query, s.q + at * a.Dk);
       for (int64_t d = 0; d < width; ++d) s.acc[at * width + d] = 0;
-      s.top[at] = a.sinks ? a.sinks[head] : -kInfinity;
+      s.top[at] = a.sinks ? a.sinks[query.head] : -kInfinity;
       s.mass[at] = a.sinks ? 1 : 0;
     }
   }
@@ -80,7 +98,15 @@ FC_INLINE void attend(const PagedAttention& a, const Task& task, const Scratch& 
     to *= group;
     for (int64_t h = 0; h < task.heads; ++h) {
       const int64_t k_offset = (task.head + h) * a.k_pool_head, v_offset = (task.head + h) * a.v_pool_head;
+      for (int64_t i = tile.first; i < tile.last; ++i) {
+        for (int64_t d = 0; d < a.Dv; d += 64 / sizeof(P)) __builtin_prefetch(rows.value[i] + v_offset + d, 0, 3);
+      }
       pack_keys(rows, tile, k_offset, a.Dk, reinterpret_cast<const P*>(s.zero), s.k);
+      if (h + 1 < task.heads) {
+        for (int64_t i = tile.first; i < tile.last; ++i) {
+          for (int64_t d = 0; d < a.Dk; d += 64 / sizeof(P)) __builtin_prefetch(rows.key[i] + k_offset + a.k_pool_head + d, 0, 3);
+        }
+      }
       pack_values(rows, tile, v_offset, a.Dv, s.zero, s.v, value);
 
       const int64_t base = h * queries + from, count = to - from;
@@ -97,19 +123,17 @@ FC_INLINE void attend(const PagedAttention& a, const Task& task, const Scratch& 
     }
   }
 
-  for (int64_t h = 0; h < task.heads; ++h) {
-    for (int64_t i = 0; i < queries; ++i) {
-      const int64_t at = h * queries + i;
-      T* target = static_cast<T*>(a.out) + ((task.token + i / group) * a.H + head_of(h, i)) * a.Dv;
-      for (int64_t d = 0; d < a.Dv; ++d) target[d] = narrow<T>(s.acc[at * width + d] / s.mass[at]);
+  for (int64_t h = 0, at = 0; h < task.heads; ++h) {
+    for (int64_t i = 0; i < queries; ++i, ++at) {
+      const Query query(a, task, h, i);
+      const float* acc = s.acc + at * width;
+      wide ? write_output<float>(a, query, acc, s.mass[at]) : write_output<bf16>(a, query, acc, s.mass[at]);
     }
   }
 }
 
-FC_CLONES void attend_ff(const PagedAttention& a, const Task& t, const Scratch& s) { attend<float, float>(a, t, s); }
-FC_CLONES void attend_fb(const PagedAttention& a, const Task& t, const Scratch& s) { attend<float, bf16>(a, t, s); }
-FC_CLONES void attend_bf(const PagedAttention& a, const Task& t, const Scratch& s) { attend<bf16, float>(a, t, s); }
-FC_CLONES void attend_bb(const PagedAttention& a, const Task& t, const Scratch& s) { attend<bf16, bf16>(a, t, s); }
+FC_CLONES void attend_float(const PagedAttention& a, const Task& t, const Scratch& s) { attend<float>(a, t, s); }
+FC_CLONES void attend_bf16(const PagedAttention& a, const Task& t, const Scratch& s) { attend<bf16>(a, t, s); }
 
 template <class T, class P>
 void append_rows(const T* source, int64_t by_token, int64_t by_head, P* pool, int64_t by_block, int64_t by_slot,
@@ -164,7 +188,7 @@ void check_indices(const PagedAttention& a) {
 void paged_attention(const PagedAttention& a, const Pool& pool) {
   check_indices(a);
   const bool wide = a.type == Type::kFloat32, wide_pool = a.pool_type == Type::kFloat32;
-  const auto attend_task = wide ? (wide_pool ? attend_ff : attend_fb) : (wide_pool ? attend_bf : attend_bb);
+  const auto attend_task = wide_pool ? attend_float : attend_bf16;
   const auto append_tokens = wide ? (wide_pool ? append<float, float> : append<float, bf16>)
                                   : (wide_pool ? append<bf16, float> : append<bf16, bf16>);
 

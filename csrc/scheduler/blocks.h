@@ -34,7 +34,6 @@ class BlockPool {
   int32_t ref(int32_t block) const { return ref_[block]; }
   const std::vector<int32_t>& refs() const { return ref_; }
 
-  void fetch(int32_t block) const { __builtin_prefetch(&ref_[block]), __builtin_prefetch(&published_[block]); }
   int32_t allocate();
   void share(int32_t block);
   void release(int32_t block);

@@ -1,6 +1,5 @@
 // Applying what was sampled: tokens, the content cache, the ends of rows, and the next authors. See scheduler.h.
 #include <algorithm>
-#include <array>
 
 #include "common/philox.h"
 #include "scheduler/scheduler.h"
@@ -20,12 +19,11 @@ std::vector<int64_t> Scheduler::commit(int32_t m, std::span<const int64_t> ids, 
   }
   std::vector<int64_t> ended;
   size_t s = 0;
-  for (size_t r = 0; r < pending.size(); ++r) {
-    if (r % kFetched == 0) fetch_planned(m, r);
-    Row& row = *pending[r].row;
+  for (const Planned& planned : pending) {
+    Row& row = *planned.row;
     row.busy = false;
-    publish(row, m, pending[r].n);
-    if (pending[r].speaks) {
+    publish(row, m, planned.n);
+    if (planned.speaks) {
       const auto writer = static_cast<uint8_t>(row.writer());
       if (!row.author.empty() && row.author.back() != writer) {
         ++counters_[m].handoffs;
@@ -44,13 +42,6 @@ std::vector<int64_t> Scheduler::commit(int32_t m, std::span<const int64_t> ids, 
   }
   pending.clear();
   return ended;
-}
-
-void Scheduler::fetch_planned(int32_t m, size_t from) const {
-  std::array<Row*, kFetched> rows;
-  size_t n = 0;
-  for (; n < kFetched && from + n < pending_[m].size(); ++n) rows[n] = pending_[m][from + n].row;
-  fetch({rows.data(), n}, m);
 }
 
 // Advances kv_len by n; enters the blocks that are full now, and the prompt's partial tail, in the cache.

@@ -1,6 +1,5 @@
 // Planning: which rows go into the next forward of a model, with which tokens and blocks. See scheduler.h.
 #include <algorithm>
-#include <array>
 
 #include "scheduler/scheduler.h"
 
@@ -37,8 +36,7 @@ Plan Scheduler::plan(int32_t m) {
   youngest_ = rows_.num_slots() - 1;
   tables_.clear();
   if (!prefilling_.empty()) prefilling_.clear();
-  for (int32_t slot = 0, fetched = 0; (slot = rows_.next_ready(m, slot, full)) >= 0 && budget > 0; ++slot) {
-    if (slot >= fetched) fetched = fetch_ready(m, slot, full);
+  for (int32_t slot = 0; (slot = rows_.next_ready(m, slot, full)) >= 0 && budget > 0; ++slot) {
     Row& row = rows_[slot];
     const bool holds = !row.held[m].table.empty();
     if (!holds && !share_cached(row, m)) continue;
@@ -206,34 +204,6 @@ void Scheduler::emit_tables(Plan& plan) const {
     plan.block_table.resize(plan.block_table.size() + width - blocks);
     table += blocks;
   }
-}
-
-// Rows lie scattered in memory: asks for several together, level by level, before they are worked on one by one.
-void Scheduler::fetch(std::span<Row* const> rows, int32_t m) const {
-  const auto line = [](const void* address) { __builtin_prefetch(address); };
-  for (const Row* row : rows) {
-    for (size_t offset = 0; offset < sizeof(Row); offset += 64) line(reinterpret_cast<const char*>(row) + offset);
-  }
-  for (const Row* row : rows) {
-    line(&row->held[m]);
-    line(row->ids.data() + row->ids.size());
-    line(row->author.data() + row->author.size());
-    line(row->logprob.data() + row->logprob.size());
-    line(row->draws.data() + row->draws.size());
-  }
-  for (const Row* row : rows) line(row->held[m].table.data() + row->held[m].table.size());
-  for (const Row* row : rows) {
-    if (!row->held[m].table.empty()) pools_[m].fetch(row->held[m].table.back());
-  }
-}
-
-// Fetches the next ready rows from a slot on; returns the slot behind the last of them.
-int32_t Scheduler::fetch_ready(int32_t m, int32_t slot, bool must_hold) {
-  std::array<Row*, kFetched> rows;
-  size_t n = 0;
-  for (; n < kFetched && (slot = rows_.next_ready(m, slot, must_hold)) >= 0; ++slot) rows[n++] = &rows_[slot];
-  fetch({rows.data(), n}, m);
-  return slot < 0 ? rows_.num_slots() : slot;
 }
 
 }  // namespace fc

@@ -94,7 +94,6 @@ class Scheduler {
     int32_t n;
     bool speaks;  // its last token is fed, so it yields a logit row
   };
-  static constexpr size_t kFetched = 32;
   using CachedBlocks = std::vector<std::pair<int32_t, int32_t>>;  // block, tokens used of it
 
   int32_t check_model(int32_t m) const;
@@ -107,9 +106,6 @@ class Scheduler {
   void preempt(Row& row);
   void emit(Row& row, int32_t m, int32_t n, Plan& plan);
   void emit_tables(Plan& plan) const;
-  void fetch(std::span<Row* const> rows, int32_t m) const;
-  void fetch_planned(int32_t m, size_t from) const;
-  int32_t fetch_ready(int32_t m, int32_t slot, bool must_hold);
 
   void publish(Row& row, int32_t m, int32_t n);
   void settle(Row& row);
