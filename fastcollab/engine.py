@@ -293,7 +293,8 @@ class Engine:
         """Start the figures of ``stats`` anew."""
         self._wall, self._rows_in = 0.0, [0] * len(self.names)
         self._before = {k: list(v) for k, v in self.scheduler.counters.items()}
-        self._latency_from = len(self.scheduler.latencies)
+        self.scheduler.take_latencies()
+        self._latencies: list[float] = []
 
     def stats(self) -> dict[str, Any]:
         """Figures since the last ``reset_stats``: totals, and per model under its name.
@@ -306,7 +307,8 @@ class Engine:
             k: [now - then for now, then in zip(v, self._before[k], strict=True)]
             for k, v in self.scheduler.counters.items()
         }
-        latencies = self.scheduler.latencies[self._latency_from :]
+        self._latencies += self.scheduler.take_latencies()
+        latencies = self._latencies
         result: dict[str, Any] = {k: sum(v) for k, v in counters.items()}
         result["wall_s"] = self._wall
         result["tokens_per_s"] = result["sampled"] / self._wall if self._wall else 0.0

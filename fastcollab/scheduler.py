@@ -294,7 +294,8 @@ class Scheduler:
             writer = r.draws[-1][2]
             if r.author and r.author[-1] != writer:
                 self.counters["handoffs"][m] += 1
-                self.latencies.append(now - r.last_time)
+                if r.last_time:  # 0: its only tokens so far were forced, no clock saw them
+                    self.latencies.append(now - r.last_time)
             r.ids.append(int(ids[s]))
             r.author.append(writer)
             r.logprob.append(float(logprobs[s]))
@@ -357,6 +358,11 @@ class Scheduler:
             u = uniform(philox(r.key, 0, t, r.epoch, AUTHOR_STREAM)[0])
             writer = next((w for w, c in enumerate(p.cumulative) if u < c), len(p.models) - 1)
             r.draws.append((t, reason, writer))
+
+    def take_latencies(self) -> list[float]:
+        """Latencies of the hand-offs since the last call, in seconds."""
+        taken, self.latencies = self.latencies, []
+        return taken
 
     # -- intervening
 

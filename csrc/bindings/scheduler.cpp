@@ -190,5 +190,6 @@ PYBIND11_MODULE(_scheduler, module) {
       .def_property_readonly("costs", &Scheduler::costs)
       .def_property_readonly("prefix_cache", &Scheduler::prefix_cache)
       .def_property_readonly("counters", &counters)
-      .def_property_readonly("latencies", &Scheduler::latencies);
+      .def_property_readonly("latencies", &Scheduler::latencies)
+      .def("take_latencies", &Scheduler::take_latencies);
 }

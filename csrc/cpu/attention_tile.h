@@ -46,6 +46,14 @@ struct Rows {
   }
 };
 
+// Asks for one head's share of the tile's rows, to be read a little later.
+template <class P>
+FC_INLINE void prefetch(const P* const* row, const Tile& tile, int64_t offset, int64_t width) {
+  for (int64_t i = tile.first; i < tile.last; ++i) {
+    for (int64_t d = 0; d < width; d += 64 / sizeof(P)) __builtin_prefetch(row[i] + offset + d);
+  }
+}
+
 // Keys as columns: out [Dk][kTile], 0 where the tile has no key.
 template <class P>
 FC_INLINE void pack_keys(const Rows<P>& rows, const Tile& tile, int64_t offset, int64_t dk, const P* zero, float* out) {

@@ -17,6 +17,7 @@ namespace fc {
 namespace {
 
 constexpr int64_t kQueries = 64;      // queries per task (more where one token's group is larger)
+constexpr int64_t kStream = 16;       // queries per head up to which memory, not arithmetic, sets the pace
 constexpr int64_t kInline = 1 << 18;  // multiply-adds below which threads cost more than they save
 
 struct Task {
@@ -87,27 +88,24 @@ FC_INLINE void attend(const PagedAttention& a, const Task& task, const Scratch& 
 
   const int64_t low = a.first_visible(position), high = position + task.count;
   const float* value[kTile];
-  Rows<P> rows;
-  for (int64_t number = low / kTile; number * kTile < high; ++number) {
-    const Tile tile(number, low, high);
-    rows.find(a, table, tile);
+  Rows<P> rows, next_rows;
+  rows.find(a, table, Tile(low / kTile, low, high));
+  for (int64_t number = low / kTile; number * kTile < high; ++number, rows = next_rows) {
+    const Tile tile(number, low, high), next(number + 1, low, high);
+    next_rows.find(a, table, next);
     // queries that see a key of this tile: those at or after its first key, whose window has not passed its last
     int64_t from = std::max<int64_t>(0, tile.start - position), to = task.count;
     while (a.first_visible(position + to - 1) >= tile.start + tile.last) --to;
     from *= group;
     to *= group;
+    const bool streams = to - from <= kStream;
     for (int64_t h = 0; h < task.heads; ++h) {
-      const int64_t k_offset = (task.head + h) * a.k_pool_head, v_offset = (task.head + h) * a.v_pool_head;
-      for (int64_t i = tile.first; i < tile.last; ++i) {
-        for (int64_t d = 0; d < a.Dv; d += 64 / sizeof(P)) __builtin_prefetch(rows.value[i] + v_offset + d, 0, 3);
-      }
-      pack_keys(rows, tile, k_offset, a.Dk, reinterpret_cast<const P*>(s.zero), s.k);
-      if (h + 1 < task.heads) {
-        for (int64_t i = tile.first; i < tile.last; ++i) {
-          for (int64_t d = 0; d < a.Dk; d += 64 / sizeof(P)) __builtin_prefetch(rows.key[i] + k_offset + a.k_pool_head + d, 0, 3);
-        }
-      }
-      pack_values(rows, tile, v_offset, a.Dv, s.zero, s.v, value);
+      const int64_t head = task.head + h;
+      if (streams) prefetch(rows.value, tile, head * a.v_pool_head, a.Dv);
+      pack_keys(rows, tile, head * a.k_pool_head, a.Dk, reinterpret_cast<const P*>(s.zero), s.k);
+      if (streams && h + 1 < task.heads) prefetch(rows.key, tile, (head + 1) * a.k_pool_head, a.Dk);
+      if (streams && h + 1 == task.heads) prefetch(next_rows.key, next, task.head * a.k_pool_head, a.Dk);
+      pack_values(rows, tile, head * a.v_pool_head, a.Dv, s.zero, s.v, value);
 
       const int64_t base = h * queries + from, count = to - from;
       float *score = s.score + base * kTile, *acc = s.acc + base * width, *alpha = s.alpha + base;

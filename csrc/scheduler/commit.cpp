@@ -27,7 +27,8 @@ std::vector<int64_t> Scheduler::commit(int32_t m, std::span<const int64_t> ids, 
       const auto writer = static_cast<uint8_t>(row.writer());
       if (!row.author.empty() && row.author.back() != writer) {
         ++counters_[m].handoffs;
-        latencies_.push_back(now - row.last_time);
+        if (row.last_time != 0)  // 0: its only tokens so far were forced, no clock saw them
+          latencies_.push_back(now - row.last_time);
       }
       row.ids.push_back(static_cast<int32_t>(ids[s]));
       row.author.push_back(writer);

@@ -87,6 +87,7 @@ class Scheduler {
   const BlockPool& pool(int32_t m) const { return pools_[check_model(m)]; }
   const std::vector<Counters>& counters() const { return counters_; }
   const std::vector<double>& latencies() const { return latencies_; }
+  std::vector<double> take_latencies() { return std::exchange(latencies_, {}); }
 
  private:
   struct Planned {
