@@ -242,6 +242,20 @@ def test_copy_blocks_in_order(impl):
 
 
 @native
+def test_every_output_is_written():
+    case = make_case([20, 5], [20, 1], 4, 2, 16, 12, 4)
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        assert torch.empty(3).isnan().all()
+        assert torch.isfinite(run(case)[0]).all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = before
+
+
+@native
 def test_opcheck():
     case = make_case([20, 5], [20, 1], 4, 2, 16, 16, 4)
     extra = dict(window=3, softcap=2.0, sinks=torch.zeros(4))
