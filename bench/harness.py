@@ -36,7 +36,8 @@ class Timing:
         return {"wall_s": self.wall, "cpu_s": self.cpu, "walls_s": self.walls}
 
 
-def interleave(variants: Mapping[str, Callable[[], Any]], rounds: int, most_s: float = float("inf")) -> dict[str, Timing]:
+def interleave(variants: Mapping[str, Callable[[], Any]], rounds: int,
+               most_s: float = float("inf")) -> dict[str, Timing]:  # fmt: skip
     """Time every variant once a round, each round starting one variant later, so that drift of the host hits all alike.
 
     Nothing is warmed up here: call each variant once before. A variant that has had ``most_s`` seconds rests, which
