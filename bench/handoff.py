@@ -12,7 +12,7 @@ import numpy as np
 
 import fastcollab as fc
 from fastcollab.bench import models, rollout
-from fastcollab.bench.harness import Floors, interleave, measure_floors, save, table
+from fastcollab.bench.harness import Floors, headline, interleave, measure_floors, save, table
 
 LAGS, ROWS = (1, 4, 16, 64), (1, 8, 32)
 ROUNDS = {1: 6, 8: 3, 32: 2}
@@ -118,6 +118,7 @@ def show(lines: list[dict[str, Any]]) -> str:
 def run(path: Path, quick: bool = False) -> None:
     """Prints the latency table and writes the section ``handoff``."""
     floors, pair = measure_floors(), rollout.pair()
+    print(headline(floors), flush=True)
     engine = rollout.engine_of(pair)
     lines = [line for rows in (ROWS[:2] if quick else ROWS) for line in run_rows(engine, pair, rows, floors)]
     print(f"\n{show(lines)}", flush=True)

@@ -108,6 +108,19 @@ def machine() -> dict[str, Any]:
     }
 
 
+def headline(floors: Floors) -> str:
+    """The machine in a line, its floors, and a warning where other processes hold the cores."""
+    m = machine()
+    lines = [
+        f"{m['cpu']}: {m['threads']} threads of {m['cores']}, load {m['load'][0]:.1f}",
+        f"torch {m['torch']}, transformers {m['transformers']}",
+        f"floors: {floors.read_gb_s:.1f} GB/s read, {floors.gemm_gflop_s:.0f} GFLOP/s fp32 product",
+    ]
+    if m["load"][0] > 0.5:
+        lines.append("busy machine: threads that wait for one another distort both clocks; try OMP_NUM_THREADS=1")
+    return "\n".join(lines)
+
+
 def default_path() -> Path:
     """``bench/results/<machine>.json`` in a checkout, ``bench-results/<machine>.json`` where it is installed."""
     here = Path(__file__).resolve().parent

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 import fastcollab as fc
 from fastcollab.bench import models, peers
-from fastcollab.bench.harness import Floors, interleave, machine, measure_floors, save, table
+from fastcollab.bench.harness import Floors, headline, interleave, measure_floors, save, table
 
 WRITERS = ("senior", "junior")
 ENGINE, DOUBLE, ENGINE_SOLO = "engine", "engine, 2x rows", "engine, solo"
@@ -161,7 +161,7 @@ def run(path: Path, quick: bool = False) -> None:
     """Prints one table a case and writes the section ``rollout``."""
     floors, both = measure_floors(), pair()
     engine, results = engine_of(both), []
-    print(f"{machine()}\n{floors}")
+    print(headline(floors), flush=True)
     for case in CASES[:2] if quick else CASES:
         results.append(run_case(engine, both, case, floors))
         print(show_case(results[-1]), flush=True)

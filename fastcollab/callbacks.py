@@ -51,15 +51,15 @@ class Callbacks:
     def stop(self) -> bool:
         return self.control.should_training_stop
 
-    def begin(self, max_steps: int) -> None:
-        self.state.max_steps = max_steps
+    def begin(self, max_steps: int, step: int = 0) -> None:
+        self.state.max_steps, self.state.global_step = max_steps, step
         self.control = self.handler.on_train_begin(self.args, self.state, self.control)
 
-    def log(self, row: dict[str, Any], step: int) -> None:
-        """One metrics row: trackers see its numbers, functions the whole."""
+    def log(self, row: dict[str, Any], step: int, is_step: bool) -> None:
+        """One metrics row, of an optimiser step or an evaluation: trackers see its numbers, functions the whole."""
         self.state.global_step = step
         self.state.log_history.append(row)
-        if "reward" in row:
+        if is_step:
             self.control = self.handler.on_step_end(self.args, self.state, self.control)
         numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
         self.control = self.handler.on_log(self.args, self.state, self.control, numbers)

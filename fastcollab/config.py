@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -71,7 +72,7 @@ class TrainConfig:
     epsilon_high: float | None = None  # clip_high; None takes epsilon
     beta: float = 0.0  # weight of the k3 KL to the reference (the starting weights)
     loss_type: str = "dapo"  # dapo: mean over tokens | grpo: mean of sequence means | dr_grpo: sum / (N * max length)
-    scale_rewards: str = "group"  # group: divide by the group's std | none
+    scale_rewards: str | bool = "group"  # group: divide by the group's std | none
     reward_weights: tuple[float, ...] | None = None
     mask_truncated_completions: bool = False  # leave rollouts without EOS out of the loss
     num_iterations: int = 1  # passes over each rollout batch
@@ -91,6 +92,7 @@ class TrainConfig:
     report_to: str | tuple[str, ...] = "none"
     log_completions: bool = False
     num_completions_to_print: int = 2
+    skip_special_tokens: bool = True  # in the text that reward functions see
     chat_template_kwargs: dict | None = None
     model_init_kwargs: dict | None = None
     disable_tqdm: bool = False  # no live progress; metrics.jsonl is always written
@@ -110,16 +112,17 @@ class TrainConfig:
         require(0 < self.epsilon, "epsilon", self.epsilon, "> 0")
         require(self.beta >= 0, "beta", self.beta, ">= 0")
         require(self.loss_type in ("dapo", "grpo", "dr_grpo"), "loss_type", self.loss_type, "dapo, grpo or dr_grpo")
+        if isinstance(self.scale_rewards, bool):  # as in TRL
+            object.__setattr__(self, "scale_rewards", "group" if self.scale_rewards else "none")
         require(self.scale_rewards in ("group", "none"), "scale_rewards", self.scale_rewards, "group or none")
         kinds = ("constant", "linear", "cosine")
         require(self.lr_scheduler_type in kinds, "lr_scheduler_type", self.lr_scheduler_type, " or ".join(kinds))
-        off_policy = self.num_iterations > 1 or self.steps_per_generation > 1
-        require(
-            not (off_policy and self.sampling.truncates),
-            "top_k, top_p, min_p",
-            (self.top_k, self.top_p, self.min_p),
-            "0, 1, 0 where a batch is reused: the ratio of a truncated law is not the policy's",
-        )
+        if self.sampling.truncates:
+            got, untruncated = (self.top_k, self.top_p, self.min_p), self.on_policy and self.beta == 0
+            need = "0, 1, 0 where a batch is reused or beta > 0: the ratio of a truncated law is not the policy's"
+            require(untruncated, "top_k, top_p, min_p", got, need)
+            message = f"top_k, top_p, min_p: got {got}; rollouts are truncated, the loss is that of the whole law"
+            warnings.warn(message, stacklevel=3)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -157,3 +160,7 @@ class TandemConfig(TrainConfig):
         require(0 <= self.p <= 1, "p", self.p, "in [0, 1]")
         require(self.max_gap >= 1, "max_gap", self.max_gap, ">= 1")
         require(self.denominator in ("senior", "response"), "denominator", self.denominator, "senior or response")
+        counts_tokens = self.denominator == "senior" or self.loss_type == "dapo"
+        require(counts_tokens, "denominator", f"'response' with loss_type {self.loss_type!r}", "loss_type 'dapo'")
+        default = (self.p, self.max_gap) == (0.5, 32)
+        require(self.schedule is None or default, "p, max_gap", (self.p, self.max_gap), "none beside a schedule")

@@ -34,13 +34,13 @@ def load_dataset(source: Any, name: str = "train_dataset") -> list[Row]:
     require(len(rows) > 0, f"number of rows in {name}", 0, ">= 1")
     for i, row in enumerate(rows):
         _check_prompt(row, f"{name} row {i}")
-    return rows
-
-
-def columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """Column name -> one value per row, in order of first appearance; None where a row lacks the column."""
+        uid = row.get("uid", 0)
+        require(isinstance(uid, (int, str)), f"{name} row {i}, 'uid'", uid, "an int or a string, in every row")
     names = dict.fromkeys(key for row in rows for key in row)
-    return {key: [row.get(key) for row in rows] for key in names}
+    require(
+        "uid" not in names or all("uid" in row for row in rows), f"{name} column 'uid'", "only some rows", "all rows"
+    )
+    return [{key: row.get(key) for key in names} for row in rows]
 
 
 class Cursor:

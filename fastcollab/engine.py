@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastcollab import ops
 from fastcollab import scheduler as python_scheduler
 from fastcollab.attention import PagedContext
 from fastcollab.config import SamplingParams, require
@@ -30,7 +31,8 @@ try:
     from fastcollab import _scheduler as native_scheduler
 except ImportError as error:  # absent, or built for another interpreter: both read as absent
     native_scheduler, NATIVE_ABSENT = None, str(error)
-    warnings.warn(f"fastcollab schedules in Python, which is slower: {NATIVE_ABSENT}", stacklevel=2)
+    if ops.NATIVE_ABSENT is None:  # else the operators' warning says it
+        warnings.warn(f"fastcollab schedules in Python, which is slower: {NATIVE_ABSENT}", stacklevel=2)
 
 
 def _scheduler_class(which: str | None):
@@ -43,7 +45,8 @@ def _scheduler_class(which: str | None):
 
 def load_models(models: dict[str, Any], device: Any = None, init_kwargs: dict | None = None) -> dict[str, Model]:
     """Name -> Model from name -> path, module, Model, or ``"base"`` (the one LoRA model with its adapter off)."""
-    require(isinstance(models, dict) and len(models) > 0, "models", models, "a dict of name to model or path")
+    got = models if models == {} else type(models).__name__
+    require(isinstance(models, dict) and len(models) > 0, "models", got, "a dict of name to model or path")
     loaded: dict[str, Model] = {}
     for name, source in models.items():
         if isinstance(source, Model):
@@ -95,7 +98,7 @@ class Engine:
         """The shared tokenizer (or None) and the number of ids that may be sampled: padded heads are sliced."""
         widths = {name: m.vocab_size for name, m in self.models.items()}
         own = {name: m.tokenizer for name, m in self.models.items() if m.tokenizer is not None}
-        check_same_vocabulary(own)
+        check_same_vocabulary(own | ({} if tokenizer is None else {"tokenizer": tokenizer}))
         if tokenizer is None and own:
             tokenizer = next(iter(own.values()))
         if tokenizer is None:
@@ -118,6 +121,7 @@ class Engine:
         step: int = 0,
         uids: Sequence[int | str] | None = None,
         chat_template_kwargs: dict | None = None,
+        skip_special_tokens: bool = True,
     ) -> list[Rollout]:
         """``len(prompts) * n`` rollouts, prompt-major.
 
@@ -127,12 +131,13 @@ class Engine:
         sampling = sampling or SamplingParams()
         schedule = self._schedule(schedule)
         require(n >= 1, "n", n, ">= 1")
+        require(not isinstance(prompts, str), "prompts", prompts, "a list of prompts")
         require(len(prompts) > 0, "prompts", list(prompts), "at least one prompt")
         require(uids is None or len(uids) == len(prompts), "uids", uids and len(uids), f"{len(prompts)}, one a prompt")
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop: got {sampling.stop!r} and no tokenizer, need tokenizer= to find text")
         encoded = [encode_prompt(self.tokenizer, p, i, chat_template_kwargs) for i, p in enumerate(prompts)]
-        limits = [self._limit(ids, i, schedule.writers) for i, ids in enumerate(encoded)]
+        limits = [self._limit(ids, i, schedule.writers, sampling.max_new_tokens) for i, ids in enumerate(encoded)]
         self._refresh()
         policy = self._policy(schedule)
         rows, seen = [], Counter()
@@ -142,8 +147,7 @@ class Engine:
                 uid = content_uid(ids if uids is None else uids[group])
                 for sample in range(n):
                     key = row_key(seed, step, uid, seen[uid], sample)
-                    max_new = min(sampling.max_new_tokens, limit)
-                    row = self.scheduler.add(ids, key, group, max_new, policy, sampling.ignore_eos)
+                    row = self.scheduler.add(ids, key, group, limit, policy, sampling.ignore_eos)
                     rows.append((row, uid, group, sample))
                 seen[uid] += 1
             mass = self._run(schedule, sampling, {row: (group, sample) for row, _, group, sample in rows})
@@ -152,7 +156,9 @@ class Engine:
             raise
         self._wall += perf_counter() - started
         version = self.models[schedule.writers[0]].version
-        return [self._rollout(*row, encoded, schedule, sampling, seed, version, mass) for row in rows]
+        return [
+            self._rollout(*row, encoded, schedule, sampling, seed, version, mass, skip_special_tokens) for row in rows
+        ]
 
     def _schedule(self, schedule: Schedule | Callable | None) -> Schedule:
         if schedule is None:
@@ -177,8 +183,8 @@ class Engine:
             self._policies[schedule] = self.scheduler.add_policy(models=models, eos=eos, **arguments)
         return self._policies[schedule]
 
-    def _limit(self, ids: list[int], index: int, writers: Sequence[str]) -> int:
-        """How many tokens may follow a prompt."""
+    def _limit(self, ids: list[int], index: int, writers: Sequence[str], max_new: int) -> int:
+        """How many tokens may follow a prompt: ``max_new``, or what the models' lengths leave."""
         bad = [i for i in ids if not 0 <= i < self.vocab_size]
         require(not bad, f"prompt {index}", bad[:4], f"ids in 0..{self.vocab_size - 1}")
         limit = 1 << 30
@@ -188,7 +194,11 @@ class Engine:
                 need = f"< {longest}, the limit of {name!r}"
                 require(len(ids) < longest, f"prompt {index}", f"{len(ids)} tokens", need)
                 limit = min(limit, longest - len(ids))
-        return limit
+        new = min(limit, max_new)
+        need, have = -(-(len(ids) + new - 1) // self.block_size), min(self.num_blocks)
+        room = f"{need} blocks of {self.block_size} tokens a model, for prompt {index} of {len(ids)} + {new}"
+        require(need <= have, "kv_memory", f"{have} blocks", room)
+        return new
 
     def _refresh(self) -> None:
         """Forget the KV of every model whose weights changed since the last call."""
@@ -226,7 +236,7 @@ class Engine:
                     f"rollout {group}/{sample}: got logits without a finite value or with NaN from "
                     f"{self.names[m]!r} at position {plan.position[s]}, need finite logits"
                 )
-            scheduler.commit(m, ids, logprob, perf_counter())
+            ended = scheduler.commit(m, ids, logprob, perf_counter())
             self._rows_in[m] += len(plan.rows)
             if mass is not None:
                 for row, value in zip(plan.sample_rows.tolist(), kept.tolist(), strict=True):
@@ -234,7 +244,7 @@ class Engine:
             if stops is not None:
                 for row, i in zip(plan.sample_rows.tolist(), ids.tolist(), strict=True):
                     written[row].append(i)
-                    if stops.first_hit(written[row], len(written[row]) - 1):
+                    if row not in ended and stops.first_hit(written[row], len(written[row]) - 1):
                         scheduler.finish(row, python_scheduler.STOP)
         return mass
 
@@ -262,11 +272,11 @@ class Engine:
             require(0 <= writer < writers, "schedule", writer, f"an index in 0..{writers - 1}")
             self.scheduler.set_author(row, writer)
 
-    def _rollout(self, row, uid, group, sample, encoded, schedule, sampling, seed, version, mass) -> Rollout:
+    def _rollout(self, row, uid, group, sample, encoded, schedule, sampling, seed, version, mass, skip) -> Rollout:
         record = self.scheduler.take(row)
         prompt = encoded[group]
         ids = record.ids[len(prompt) :].tolist()
-        text = decode(self.tokenizer, ids)
+        text = decode(self.tokenizer, ids, skip)
         finish = python_scheduler.FINISH[record.finish]
         if finish == "stop":
             text = StopStrings(sampling.stop, None).cut(text)

@@ -30,12 +30,14 @@ def evaluate(
     sampling: SamplingParams,
     n: int = 1,
     seed: int = 0,
+    **generate: Any,
 ) -> tuple[dict[str, float], list[Rollout]]:
     """Mean reward over ``n`` samples of each prompt, pass@n (reward >= 1), and the rollouts themselves.
 
-    ``score`` maps the rollouts to rewards [len(prompts) * n], NaN where there is none.
+    ``score`` maps the rollouts to rewards [len(prompts) * n], NaN where there is none; ``generate`` holds further
+    arguments of ``engine.generate``.
     """
-    rollouts = engine.generate(prompts, n=n, schedule=schedule, sampling=sampling, seed=seed)
+    rollouts = engine.generate(prompts, n=n, schedule=schedule, sampling=sampling, seed=seed, **generate)
     rewards = score(rollouts)
     solved = (rewards.reshape(len(prompts), n) >= 1).sum(1)
     row = {

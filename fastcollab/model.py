@@ -144,6 +144,8 @@ class Model:
             require(not merged, "adapter", "off with merged weights", "unmerge_adapter() first")
         self._foreign = _adapter_parameters(adapters) if adapter == "off" else frozenset()
         self._bumps = 0
+        self._tuned = [m for m in adapters if adapter == "on" and hasattr(m, "merged")]
+        self._adapters_seen = self._adapter_state()
         _LIVE.add(self)
         self.quiet = Quiet(self.module, adapters if adapter == "off" else [])
         self.driven = Driven(self.quiet, using(self.module))
@@ -162,7 +164,14 @@ class Model:
     @property
     def version(self) -> int:
         """Grows with every change of a weight in place (optimiser step, ``load_state_dict``) and every :meth:`bump`."""
+        adapters = self._adapter_state()
+        if adapters != self._adapters_seen:  # another adapter, or a merged one: other weights without a write
+            self._adapters_seen = adapters
+            self._bumps += 1
         return self._bumps + sum(p._version for p in self.parameters())
+
+    def _adapter_state(self) -> tuple:
+        return tuple((tuple(m.active_adapters), m.merged) for m in self._tuned[:1])
 
     def bump(self) -> None:
         """Say that the weights changed in a way that torch does not count (``param.data = ...``)."""

@@ -52,7 +52,7 @@ def _load_native() -> str | None:
 
 NATIVE_ABSENT = _load_native()
 if NATIVE_ABSENT:
-    warnings.warn(f"fastcollab runs its operators in plain torch, which is slower: {NATIVE_ABSENT}", stacklevel=2)
+    warnings.warn(f"fastcollab runs in plain torch and Python, which is slower: {NATIVE_ABSENT}", stacklevel=2)
 else:
 
     @torch.library.register_fake("fastcollab::paged_attention")

@@ -52,30 +52,31 @@ def micro_batches(items: Sequence[Item], budget: int, device: torch.device | str
     A prompt is stored once per pack; a group that is split over two packs repeats it.
     """
     pack: list[Item] = []
-    size, group = 0, None
+    size, shared = 0, None
     for item in items:
         used = item.used
         if used == 0:
             continue
-        own = used - 1 + (len(item.rollout.prompt_ids) if item.rollout.group != group else 0)
+        prompt = (item.rollout.group, item.rollout.prompt_ids)
+        own = used - 1 + (len(item.rollout.prompt_ids) if prompt != shared else 0)
         if pack and size + own > budget:
             yield _pack(pack, device)
             pack, size = [], 0
             own = used - 1 + len(item.rollout.prompt_ids)
         pack.append(item)
-        size, group = size + own, item.rollout.group
+        size, shared = size + own, prompt
     if pack:
         yield _pack(pack, device)
 
 
 def _pack(items: list[Item], device: torch.device | str) -> MicroBatch:
     ids, positions, spans, hidden, target, owner, old, ref = [], [], [], [], [], [], [], []
-    group, prompt_start = None, 0
+    shared, prompt_start = None, 0
     for s, item in enumerate(items):
         r, used = item.rollout, item.used
         length = len(r.prompt_ids)
-        if r.group != group:
-            group, prompt_start = r.group, len(ids)
+        if (r.group, r.prompt_ids) != shared:
+            shared, prompt_start = (r.group, r.prompt_ids), len(ids)
             ids += r.prompt_ids
             positions += range(length)
             spans.append((prompt_start, length, 0, 0))

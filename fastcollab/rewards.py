@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
 from functools import partial
@@ -65,6 +65,12 @@ class RewardFunctions:
         require(nonfinite in ("error", "abstain"), "nonfinite", nonfinite, "error or abstain")
         self.nonfinite = nonfinite
         self.names = _unique_names(self.funcs)
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise ValueError unless every parameter of every function is one of ours or a dataset column of ``names``."""
+        given = dict.fromkeys([*OWN_NAMES, *(name for name in names if name != "prompt")])
+        for name, func in zip(self.names, self.funcs, strict=True):
+            _accepted(name, func, given)
 
     def __call__(
         self,

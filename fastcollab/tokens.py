@@ -28,7 +28,9 @@ def encode_prompt(tokenizer: Any, prompt: Any, index: int, chat_template_kwargs:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     elif isinstance(prompt, str):
         _need_tokenizer(tokenizer, name, "text")
-        ids = tokenizer(prompt)["input_ids"]
+        bos = getattr(tokenizer, "bos_token", None)
+        rendered = bool(bos) and prompt.startswith(bos)  # by a chat template, which wrote its own BOS
+        ids = tokenizer(prompt, add_special_tokens=not rendered)["input_ids"]
         eos = getattr(tokenizer, "eos_token_id", None)
         if ids and eos is not None and ids[-1] == eos and not prompt.endswith(tokenizer.eos_token):
             ids = ids[:-1]  # some tokenizers close every text; a prompt is open
@@ -60,6 +62,10 @@ def word_boundaries(tokenizer: Any, vocab_size: int) -> np.ndarray:
     """
     table = surfaces(tokenizer, vocab_size)
     mask = np.array([s is not None and s.startswith(SPACES) for s in table], np.uint8)
+    if not mask.any():  # another mark for the space: look at what is written
+        mask = np.array(
+            [s is not None and tokenizer.decode([i]).startswith(" ") for i, s in enumerate(table)], np.uint8
+        )
     if not mask.any():
         raise ValueError(f"boundaries: got a vocabulary of {vocab_size} without a leading space, need boundaries=")
     return mask

@@ -16,7 +16,7 @@ import torch
 
 from fastcollab.advantages import group_advantages
 from fastcollab.callbacks import Callbacks
-from fastcollab.checkpoint import find_checkpoint, load_checkpoint, prune, save_checkpoint, save_model
+from fastcollab.checkpoint import checkpoints, find_checkpoint, load_checkpoint, prune, save_checkpoint, save_model
 from fastcollab.config import TrainConfig, require
 from fastcollab.data import Cursor, load_dataset
 from fastcollab.engine import Engine, load_models
@@ -81,10 +81,11 @@ class Trainer:
         require(isinstance(args, config), "args", type(args).__name__, f"{config.__name__} for method {method!r}")
         self.method = METHODS[method](list(models), args)
         self.rows = load_dataset(train_dataset)
-        self.eval_rows = load_dataset(eval_dataset) if eval_dataset is not None else None
+        self.eval_rows = load_dataset(eval_dataset, "eval_dataset") if eval_dataset is not None else None
         self.score_funcs = RewardFunctions(reward_funcs, args.reward_weights)
-        adapted = _with_adapter(models, self.method.policy, peft_config, args)
-        self.models = load_models(adapted, args.device, args.model_init_kwargs)
+        self.score_funcs.check(self.rows[0])
+        prepared = dict(models) | {self.method.policy: _policy(models, self.method.policy, peft_config, args)}
+        self.models = load_models(prepared, args.device, args.model_init_kwargs)
         self.policy: Model = self.models[self.method.policy]
         self.engine = Engine(
             self.models, processing_class, args.device, args.kv_memory, args.block_size, args.token_budget
@@ -102,16 +103,23 @@ class Trainer:
             callbacks, args, self.policy.module, self.engine.tokenizer, self.optimizer, self.lr_schedule
         )
         self.step = 0
+        # the engine rounds a 16-bit head's logits, the trainer's head does not
+        self.own_logprobs = args.on_policy and self.policy.dtype == torch.float32
 
     # -- the loop
 
     def run(self, resume: bool | str | Path = False) -> TrainResult:
         args, out = self.args, Path(self.args.output_dir)
         out.mkdir(parents=True, exist_ok=True)
+        found = [p.name for p in checkpoints(out)]
         if resume:
             self.resume(find_checkpoint(out, resume), out)
+        elif found:
+            raise ValueError(
+                f"output_dir: got {str(out)!r} with {found[-1]} of an earlier run, need an empty folder or resume"
+            )
         self.progress = Progress(self.total_steps, not args.disable_tqdm, args.output_dir, args.logging_steps)
-        self.callbacks.begin(self.total_steps)
+        self.callbacks.begin(self.total_steps, self.step)
         with open(out / "metrics.jsonl", "a" if resume else "w") as self.sink, self.progress:
             while self.step < self.total_steps and not self.callbacks.stop:
                 started, first = perf_counter(), self.step
@@ -120,19 +128,21 @@ class Trainer:
                 groups = [r.group for r in rollouts]
                 advantage, more = group_advantages(torch.from_numpy(rewards), groups, scale=args.scale_rewards)
                 items = self.items(rollouts, rewards, advantage)
-                row |= more | self.describe(rollouts) | {"tokens_per_s/rollout": self.rate(rollouts, started)}
-                for part in self.parts(items):
-                    if self.step == self.total_steps or self.callbacks.stop:
-                        break
+                row |= {"reward": None} | more | self.describe(rollouts)
+                row["completions/masked_ratio"] = sum(not i.kept for i in items) / len(items)
+                for part in (parts := self.parts(items)):
                     before = perf_counter()
                     update = self.update(part)
                     update["tokens_per_s/train"] = self.rate([i.rollout for i in part], before)
                     self.step += 1
-                    self.log(row | update | {"step_time": perf_counter() - started}, rollouts)
+                    self.log(row | update | {"step_time": perf_counter() - started}, rollouts, rewards)
                     started = perf_counter()
                     if args.eval_steps and self.step % args.eval_steps == 0:
                         self.evaluate()
-                if args.save_steps and self.step // args.save_steps > first // args.save_steps:
+                    if self.step == self.total_steps or self.callbacks.stop:
+                        break
+                whole = next(parts, None) is None  # a checkpoint holds no half-used batch
+                if whole and args.save_steps and self.step // args.save_steps > first // args.save_steps:
                     self.checkpoint(out)
             if self.eval_rows and not (args.eval_steps and self.step % args.eval_steps == 0):
                 self.evaluate()
@@ -154,6 +164,7 @@ class Trainer:
             step=self.step,
             uids=[row["uid"] for row in self.batch_rows] if "uid" in self.batch_rows[0] else None,
             chat_template_kwargs=self.args.chat_template_kwargs,
+            skip_special_tokens=self.args.skip_special_tokens,
         )
 
     def rewards(self, rollouts: Sequence[Rollout], rows: Sequence[dict] | None = None) -> tuple[np.ndarray, dict]:
@@ -167,8 +178,9 @@ class Trainer:
             completion_ids=[r.ids for r in rollouts],
             authors=[[r.writers[a] for a in r.author] for r in rollouts],
             interventions=[r.interventions for r in rollouts],
-            trainer_state={"global_step": self.step},
+            trainer_state=self.callbacks.state,
         )
+        self.extra = scores.extra
         return scores.rewards.numpy(), scores.metrics
 
     def items(self, rollouts: Sequence[Rollout], rewards: np.ndarray, advantage: torch.Tensor) -> list[Item]:
@@ -179,7 +191,7 @@ class Trainer:
             kept &= [r.finish != "length" for r in rollouts]
         masks = [self.method.loss_mask(r) & k for r, k in zip(rollouts, kept, strict=True)]
         old = [r.logprob for r in rollouts]
-        if not args.on_policy:
+        if not self.own_logprobs:
             old = self.logprobs(self.policy, rollouts, masks)
         ref = self.logprobs(self.reference, rollouts, masks) if args.beta else [None] * len(rollouts)
         return [Item(*parts) for parts in zip(rollouts, masks, advantage.tolist(), old, ref, kept, strict=True)]
@@ -200,7 +212,7 @@ class Trainer:
             p.grad = torch.zeros_like(p)
         total, parts = 0.0, []
         for batch in micro_batches(live, args.micro_batch_tokens, self.policy.device):
-            logprob, _ = batch_logprob(self.policy, batch, self.engine.vocab_size, args.temperature)
+            logprob, entropy = batch_logprob(self.policy, batch, self.engine.vocab_size, args.temperature, entropy=True)
             loss, metrics = policy_loss(
                 logprob,
                 batch.old_logprob,
@@ -217,7 +229,7 @@ class Trainer:
             )
             loss.backward()
             total += float(loss.detach())
-            parts.append(metrics)
+            parts.append(metrics | {"token_sum/entropy": entropy.detach().sum()})
         norm = clip_grad_norm(self.parameters, args.max_grad_norm, self.step)
         rate = self.lr_schedule.get_last_lr()[0]
         self.optimizer.step()
@@ -249,8 +261,10 @@ class Trainer:
                 model.module.requires_grad_(False)
             elif model is not self.policy and model.adapter != "off":
                 raise ValueError(f"models: got one module as {self.method.policy!r} and {name!r}, need two, or 'base'")
-        trainable = any(p.requires_grad for p in self.policy.module.parameters())
-        require(trainable, self.method.policy, "no trainable parameter", "at least one")
+        trainable = {p.dtype for p in self.policy.module.parameters() if p.requires_grad}
+        require(len(trainable) > 0, self.method.policy, "no trainable parameter", "at least one")
+        need = "float32 (a small update is lost in 16 bits): load it so, or train a LoRA adapter"
+        require(trainable == {torch.float32}, self.method.policy, f"trainable parameters of {trainable}", need)
         if self.args.gradient_checkpointing:
             self.policy.module.gradient_checkpointing_enable()
 
@@ -273,6 +287,7 @@ class Trainer:
         stats = self.engine.stats()
         row = {
             "num_tokens": sum(lengths),
+            "tokens_per_s/rollout": stats["tokens_per_s"],
             "completions/mean_length": float(np.mean(lengths)),
             "completions/max_length": max(lengths),
             "completions/clipped_ratio": float(np.mean([r.finish == "length" for r in rollouts])),
@@ -297,28 +312,42 @@ class Trainer:
             def score(rollouts):
                 return self.rewards(rollouts, self.eval_rows)[0]
 
-            result, rollouts = evaluate(self.engine, prompts, score, schedule, self.args.sampling, seed=self.args.seed)
+            settings = dict(seed=self.args.seed, chat_template_kwargs=self.args.chat_template_kwargs)
+            settings["skip_special_tokens"] = self.args.skip_special_tokens
+            result, rollouts = evaluate(self.engine, prompts, score, schedule, self.args.sampling, **settings)
             row |= {f"eval/{name}/{k}": v for k, v in result.items()}
             if isinstance(schedule, Solo):
                 for reader, model in self.models.items():
                     if reader != self.method.policy:
                         row[f"eval/legibility/{reader}"] = legibility(model, rollouts, self.engine.vocab_size)
-        self._write(row)
+        self._write(row, is_step=False)
         return row
 
-    def log(self, row: dict[str, Any], rollouts: Sequence[Rollout]) -> None:
+    def log(self, row: dict[str, Any], rollouts: Sequence[Rollout], rewards: np.ndarray) -> None:
         row = {"step": self.step} | row
-        self._write(row)
+        self._write(row, is_step=True)
         self.progress.step(row)
         if self.args.log_completions and self.step % self.args.logging_steps == 0:
             self.progress.completions(rollouts[: self.args.num_completions_to_print], self.engine.tokenizer)
+            with open(Path(self.args.output_dir) / "completions.jsonl", "a") as sink:
+                for i, (r, reward) in enumerate(zip(rollouts, rewards.tolist(), strict=True)):
+                    said = {
+                        "step": self.step,
+                        "prompt": self.batch_rows[r.group]["prompt"],
+                        "completion": r.text or r.ids,
+                    }
+                    said |= {
+                        "reward": None if math.isnan(reward) else reward,
+                        **{k: v[i] for k, v in self.extra.items()},
+                    }
+                    sink.write(json.dumps(said, default=str) + "\n")
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, row: dict[str, Any], is_step: bool) -> None:
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self.history.append(clean)
         self.sink.write(json.dumps(clean, allow_nan=False) + "\n")
         self.sink.flush()
-        self.callbacks.log(clean, self.step)
+        self.callbacks.log(clean, self.step, is_step)
 
     def checkpoint(self, out: Path) -> None:
         """A checkpoint between two rollout batches; the KV cache starts cold here, in this run as in a resumed one."""
@@ -347,12 +376,14 @@ def _completion(prompt: Any, rollout: Rollout) -> Any:
     return [{"role": "assistant", "content": rollout.text}] if is_chat else rollout.text
 
 
-def _with_adapter(models: dict[str, Any], policy: str, peft_config: Any, args: TrainConfig) -> dict[str, Any]:
-    """The models, the policy's module wrapped in a LoRA adapter where a ``peft_config`` is given."""
-    if peft_config is None:
-        return dict(models)
-    from peft import get_peft_model
+def _policy(models: dict[str, Any], name: str, peft_config: Any, args: TrainConfig) -> Any:
+    """The trained model: a path is loaded in float32 unless told otherwise, a ``peft_config`` adds its adapter."""
+    source = models[name]
+    if isinstance(source, (str, Path)) or peft_config is not None:
+        dtype = {} if peft_config is not None else {"dtype": torch.float32}
+        source = Model(name, source, device=args.device, init_kwargs=dtype | (args.model_init_kwargs or {}))
+    if peft_config is not None:
+        from peft import get_peft_model
 
-    plain = Model(policy, models[policy], device=args.device, init_kwargs=args.model_init_kwargs)
-    adapted = Model(policy, get_peft_model(plain.module, peft_config), tokenizer=plain.tokenizer)
-    return dict(models) | {policy: adapted}
+        source = Model(name, get_peft_model(source.module, peft_config), tokenizer=source.tokenizer)
+    return source

@@ -148,6 +148,13 @@ def test_floor_is_the_longer_of_bytes_and_flops():
     assert floors.forward_s(1e9, 1e12) == pytest.approx(10.0)
 
 
+def test_headline_names_floors_and_warns_on_a_busy_machine(monkeypatch):
+    for load, busy in ((0.1, False), (3.0, True)):
+        monkeypatch.setattr(harness.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        text = harness.headline(harness.Floors(12.34, 56.7))
+        assert "12.3 GB/s" in text and "57 GFLOP/s" in text and ("busy machine" in text) == busy
+
+
 def test_save_replaces_one_section(tmp_path):
     path = tmp_path / "new" / "m.json"
     harness.save("one", {"x": 1.23456789}, path)

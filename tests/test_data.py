@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastcollab.data import Cursor, columns, load_dataset
+from fastcollab.data import Cursor, load_dataset
 
 ROOT = Path(__file__).parent.parent
 CASES = {c["id"]: c for c in json.loads((Path(__file__).parent / "cases.json").read_text())}
@@ -34,13 +34,17 @@ def test_sources(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(r) for r in ROWS) + "\n\n")
     for source in (ROWS, tuple(ROWS), (r for r in ROWS), FakeDataset(), path, str(path)):
-        assert load_dataset(source) == ROWS
+        rows = load_dataset(source)  # a column that a row lacks is None there, never dropped
+        assert [r["prompt"] for r in rows] == [r["prompt"] for r in ROWS]
+        assert [r["answer"] for r in rows] == [1, 2, None] and [r["extra"] for r in rows] == [None, None, 3]
     assert load_dataset(ROWS)[0] is not ROWS[0]
-    assert columns(load_dataset(ROWS)) == {
-        "prompt": [r["prompt"] for r in ROWS],
-        "answer": [1, 2, None],
-        "extra": [None, None, 3],
-    }
+
+
+def test_uids_are_whole():
+    with pytest.raises(ValueError, match="column 'uid': got 'only some rows', need all rows"):
+        load_dataset([{"prompt": "a", "uid": 1}, {"prompt": "b"}])
+    with pytest.raises(ValueError, match="row 0, 'uid': got 1.5, need an int or a string"):
+        load_dataset([{"prompt": "a", "uid": 1.5}])
 
 
 @pytest.mark.parametrize(

@@ -273,6 +273,7 @@ def test_bad_input_is_one_sentence_with_both_values():
         (lambda: engine.generate([[]]), r"prompt 0: got \[\], need text, messages or ids"),
         (lambda: engine.generate([[5], [6] * 128]), r"prompt 1: got '128 tokens', need < 128, the limit of 'senior'"),
         (lambda: engine.generate([[5, 4000]]), r"prompt 0: got \[4000\], need ids in 0..60"),
+        (lambda: engine.generate("text"), r"prompts: got 'text', need a list of prompts"),
         (lambda: engine.generate([]), r"prompts: got \[\], need at least one"),
         (lambda: engine.generate(["text"]), r"prompt 0: got text and no tokenizer, need tokenizer="),
         (lambda: engine.generate([[5]], n=0), r"n: got 0, need >= 1"),
@@ -288,7 +289,7 @@ def test_bad_input_is_one_sentence_with_both_values():
         (lambda: engine.generate([[5]], uids=[1, 2]), r"uids: got 2, need 1"),
         (
             lambda: tight.generate([[5] * 9], sampling=fc.SamplingParams(max_new_tokens=60)),
-            r"kv_memory: got \d+ blocks of 4 tokens",
+            r"kv_memory: got '\d+ blocks', need 17 blocks of 4 tokens a model, for prompt 0 of 9 \+ 60",
         ),
         (lambda: fc.Engine({"a": model, "b": other}), r"models: got \{'a': 61, 'b': 70\}, need one vocabulary size"),
         (lambda: fc.Engine({"a": model}, kv_memory="a lot"), r"kv_memory: got 'a lot', need a positive size"),
@@ -301,3 +302,22 @@ def test_bad_input_is_one_sentence_with_both_values():
             call()
         assert "\n" not in str(caught.value)
     assert len(engine.generate([[5]])) == 1  # nothing was lost
+
+
+def test_another_adapter_is_another_model():
+    """The KV of one LoRA adapter is not the other's, though no weight was written."""
+    peft = pytest.importorskip("peft", reason="the extra 'peft' is not installed")
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model("llama"), lora)
+    model.add_adapter("second", lora)
+    engine = fc.Engine({"m": model}, kv_memory=MIB, block_size=4)
+    sampling = fc.SamplingParams(temperature=0, max_new_tokens=12)
+    batch = prompts(2, low=12)
+    first = engine.generate(batch, sampling=sampling)
+    model.set_adapter("second")
+    second = engine.generate(batch, sampling=sampling)
+    fresh = fc.Engine({"m": model}, kv_memory=MIB, block_size=4).generate(batch, sampling=sampling)
+    for a, b in zip(second, fresh, strict=True):
+        same(a, b)
+    assert [r.ids for r in first] != [r.ids for r in second]

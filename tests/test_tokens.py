@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tiny_models import tiny_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import fastcollab as fc
@@ -147,3 +147,30 @@ def test_padded_heads_are_sliced():
     )  # nearly uniform over 4, not over 9
     with pytest.raises(ValueError, match="models: got \\{'b': 6\\}, need heads of >= 7 ids"):
         fc.Engine({"b": models["b"]}, word_level(list("abcdefg")), kv_memory="1MiB")
+
+
+def test_a_rendered_prompt_gets_no_second_bos():
+    """P11, for text that a chat template rendered before."""
+    tokenizer = word_level(["<unk>", "<s>", "hi"], bos_token="<s>")
+    tokenizer._tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    assert encode_prompt(tokenizer, "hi", 0) == [1, 2] and encode_prompt(tokenizer, "<s> hi", 0) == [1, 2]
+
+
+def test_boundaries_by_what_is_written():
+    """A space mark that is neither Ġ nor ▁."""
+    tokenizer = word_level(["<unk>", "_a", "b"])
+    tokenizer._tokenizer.decoder = decoders.Metaspace(replacement="_", prepend_scheme="never")
+    assert word_boundaries(tokenizer, 3).tolist() == [0, 1, 0]
+
+
+def test_another_models_tokenizer_is_refused():
+    with pytest.raises(ValueError, match="unequal vocabularies \\(senior: 31 tokens, tokenizer: 3"):
+        fc.Engine({"senior": tiny.senior()}, word_level(["a", "b", "c"]), kv_memory="1MiB")
+
+
+def test_an_eos_that_is_also_a_stop_string_ends_as_eos():
+    engine = fc.Engine({"senior": tiny.senior()}, kv_memory="4MiB")
+    sampling = fc.SamplingParams(temperature=0, stop="<eos>", max_new_tokens=50)
+    r = engine.generate([tiny.problems(1, 0)[0]["prompt"]], sampling=sampling)[0]
+    assert r.finish == "eos" and r.ids[-1] == 0

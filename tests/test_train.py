@@ -222,7 +222,7 @@ def test_a_batch_without_signal_still_steps_and_is_finite(tmp_path):
     args = trainer(tmp_path).args
 
     def flat_after_one(completions, trainer_state, **kwargs):
-        return [float(len(set(c))) if trainer_state["global_step"] == 0 else 0.1 for c in completions]
+        return [float(len(set(c))) if trainer_state.global_step == 0 else 0.1 for c in completions]
 
     rows = fc.train("tandem", models, ROWS, flat_after_one, args).log_history
     assert [r["frac_reward_zero_std"] == 1.0 for r in rows] == [False, True, True]
@@ -392,3 +392,94 @@ def test_one_module_in_two_roles_is_refused(tmp_path):
         trainer(tmp_path, models={"senior": model, "junior": model})
     with pytest.raises(ValueError, match="resume_from_checkpoint: got True and no complete checkpoint"):
         fc.train("tandem", pair(), ROWS, reward, trainer(tmp_path).args, resume_from_checkpoint=True)
+
+
+def test_sixteen_bit_weights_are_not_trained_in_place(tmp_path):
+    """An AdamW step of 1e-6 is below half an ulp of most bf16 weights: refused for a module, avoided for a path."""
+    with pytest.raises(ValueError, match="policy: got 'trainable parameters of .torch.bfloat16.', need float32"):
+        fc.train("grpo", {"policy": tiny_model("qwen3").bfloat16()}, ROWS, reward, config(fc.GRPOConfig, tmp_path))
+    tiny_model("qwen3").bfloat16().save_pretrained(tmp_path / "half")
+    args = config(fc.GRPOConfig, tmp_path / "out", learning_rate=1e-6, max_steps=1)
+    trained = fc.train("grpo", {"policy": str(tmp_path / "half")}, ROWS, reward, args).models["policy"]
+    start = weights(tiny_model("qwen3").bfloat16().float())
+    moved = sum(int((p != start[n]).sum()) for n, p in trained.named_parameters())
+    assert trained.dtype == torch.float32 and moved > 0.9 * trained.num_parameters()
+
+
+def test_a_fresh_run_spares_the_checkpoints_of_another(tmp_path):
+    args = trainer(tmp_path, save_steps=2, max_steps=2).args
+    fc.train("tandem", pair(), ROWS, reward, args)
+    with pytest.raises(ValueError, match="with checkpoint-2 of an earlier run, need an empty folder or resume"):
+        fc.train("tandem", pair(), ROWS, reward, args)
+
+
+def test_no_checkpoint_holds_a_half_used_batch(tmp_path):
+    """Stopped after 3 of 4 steps of a batch pair: what is saved is the end of the first batch."""
+    args = trainer(tmp_path, save_steps=1, max_steps=4, steps_per_generation=2).args
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 3
+
+    result = fc.train("tandem", pair(), ROWS, reward, args, callbacks=[Stop()])
+    assert len(result.log_history) == 3
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_a_column_of_few_rows_reaches_every_batch(tmp_path):
+    """P28: a column that the first row lacks is None there; a misspelt parameter is an error before anything runs."""
+    seen = []
+
+    def look(completions, target, **kwargs):
+        seen.extend(target)
+        return [float(len(set(c))) for c in completions]
+
+    rows = [{"prompt": [3, 4]}, {"prompt": [4, 5], "target": 7}]
+    args = trainer(tmp_path, prompts_per_step=1, max_steps=2).args
+    fc.train("tandem", pair(), rows, look, args)
+    assert sorted(map(str, set(seen))) == ["7", "None"]
+    with pytest.raises(ValueError, match="got parameter 'targt'.*nearest: 'target'"):
+        Trainer("tandem", pair(), rows, lambda completions, targt: [], args, None, None, None, ())
+
+
+def test_a_batch_without_any_score_is_still_a_step(tmp_path):
+    ended = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            ended.append(state.global_step)
+
+    args = trainer(tmp_path, max_steps=2).args
+    rows = fc.train(
+        "tandem", pair(), ROWS, lambda completions, **k: [None] * len(completions), args, callbacks=[Watch()]
+    )
+    assert ended == [1, 2] and all(r["reward"] is None and r["completions/masked_ratio"] == 1 for r in rows.log_history)
+
+
+def test_truncated_sampling_is_announced_or_refused():
+    """P13 and spec row 17."""
+    with pytest.warns(UserWarning, match="rollouts are truncated, the loss is that of the whole law"):
+        fc.GRPOConfig(top_p=0.9)
+    for changes in ({"beta": 0.1}, {"num_iterations": 2}, {"steps_per_generation": 2}):
+        with pytest.raises(ValueError, match="got \\(0, 0.9, 0.0\\), need 0, 1, 0"):
+            fc.GRPOConfig(top_p=0.9, **changes)
+    with pytest.raises(
+        ValueError, match="denominator: got \"'response' with loss_type 'grpo'\", need loss_type 'dapo'"
+    ):
+        fc.TandemConfig(denominator="response", loss_type="grpo")
+    with pytest.raises(ValueError, match="p, max_gap: got \\(0.9, 32\\), need none beside a schedule"):
+        fc.TandemConfig(p=0.9, schedule=fc.Word())
+    assert fc.GRPOConfig(scale_rewards=True).scale_rewards == "group"
+
+
+def test_completions_and_extra_columns_are_logged(tmp_path):
+    def scored(completions, log_extra, log_metric, **kwargs):
+        log_extra("length", [len(c) for c in completions])
+        log_metric("longest", max(len(c) for c in completions))
+        return [float(len(set(c))) for c in completions]
+
+    args = trainer(tmp_path, log_completions=True, logging_steps=2).args
+    rows = fc.train("tandem", pair(), ROWS, scored, args).log_history
+    lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert len(lines) == 12 and all(line["step"] == 2 and line["length"] == len(line["completion"]) for line in lines)
+    assert all("longest" in r and 0 < r["entropy"] < math.log(VOCAB) + 1e-6 for r in rows)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fastcollab.config import TandemConfig, require
-from fastcollab.schedules import Schedule, Solo, Word
+from fastcollab.schedules import Call, Schedule, Solo, Word
 from fastcollab.types import Rollout
 
 
@@ -20,7 +20,8 @@ class Tandem:
         require(set(names) == {"senior", "junior"}, "models", list(names), "'senior' and 'junior' for method 'tandem'")
         self.args = args
         self.policy = "senior"
-        self.schedule: Schedule = args.schedule or Word(("senior", "junior"), args.p, args.max_gap)
+        chosen = args.schedule or Word(("senior", "junior"), args.p, args.max_gap)
+        self.schedule: Schedule = chosen if isinstance(chosen, Schedule) else Call(chosen, ("senior", "junior"))
         require("senior" in self.schedule.writers, "schedule", self.schedule.writers, "'senior' among its writers")
 
     def schedules(self) -> dict[str, Schedule]:
