@@ -43,7 +43,7 @@ CASES = (
     Case(rows=1, prompt=32, rounds=5),
     Case(rows=8, prompt=32, rounds=4),
     Case(rows=32, prompt=32, rounds=3),
-    Case(rows=8, prompt=256, rounds=3, only=(REPREFILL, LOCKSTEP, SOLO)),
+    Case(rows=8, prompt=256, rounds=3, only=(DOUBLE, REPREFILL, LOCKSTEP, SOLO)),
 )
 
 
