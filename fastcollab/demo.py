@@ -122,8 +122,8 @@ def main(argv: list[str] | None = None) -> None:
         table[name] = measure(trained, junior, tokenizer, held_out, options.seed)
     seconds = perf_counter() - started
 
-    title = f"64 held-out additions, 4 samples each, T = 1 ({options.steps} steps, {seconds:.0f} s)"
-    shown = Table(title=title)
+    title = "64 held-out additions, 4 samples each, T = 1"
+    shown = Table(title=title, title_justify="left", caption=f"{options.steps} steps each, {seconds:.0f} s in all")
     shown.add_column("")
     cells = [[k] + [f.format(table[c][0][k]) for c in COLUMNS] for k, f in FORMAT.items()]
     for column in COLUMNS:

@@ -41,7 +41,7 @@ def evaluate(
     rewards = score(rollouts)
     solved = (rewards.reshape(len(prompts), n) >= 1).sum(1)
     row = {
-        "reward": float(np.nanmean(rewards)),
+        "reward": float(np.nanmean(rewards)) if not np.isnan(rewards).all() else float("nan"),
         f"pass@{n}": float(np.mean([pass_at_k(n, int(c), n) for c in solved])),
         "mean_length": float(np.mean([len(r.ids) for r in rollouts])),
         "clipped_ratio": float(np.mean([r.finish == "length" for r in rollouts])),

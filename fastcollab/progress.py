@@ -59,7 +59,8 @@ class Progress:
         if self.bar is not None:
             self.bar.update(self.task, completed=row["step"], row=summary(row))
         elif self.enabled and (row["step"] % self.every == 0 or row["step"] in (1, self.total)):
-            self.console.print(f"{self.label} {row['step']}/{self.total}  {summary(row)}", highlight=False)
+            line = f"{self.label} {row['step']}/{self.total}  {summary(row)}"
+            self.console.print(line, highlight=False, soft_wrap=True)
 
     def completions(self, rollouts: Sequence[Rollout], tokenizer: Any) -> None:
         """Print a few responses, coloured by author."""

@@ -266,7 +266,9 @@ class Trainer:
         need = "float32 (a small update is lost in 16 bits): load it so, or train a LoRA adapter"
         require(trainable == {torch.float32}, self.method.policy, f"trainable parameters of {trainable}", need)
         if self.args.gradient_checkpointing:
-            self.policy.module.gradient_checkpointing_enable()
+            module = self.policy.module
+            enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+            enable()
 
     def _reference(self) -> Model:
         """The starting weights: the adapter off where there is one, else a frozen copy."""

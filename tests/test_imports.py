@@ -18,7 +18,7 @@ tiny data tokens reference
 kernels
 ops
 attention
-probe packing
+probe packing linear
 model pools
 sampling
 schedules
