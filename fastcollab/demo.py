@@ -95,7 +95,7 @@ def samples(rollouts: list[Rollout], tokenizer: Any, problems: list[dict], count
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="fastcollab demo", description=__doc__)
-    parser.add_argument("--steps", type=int, default=70)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
     options = parser.parse_args(argv)
