@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_model
+from training import config
 
 import fastcollab as fc
 from fastcollab.scheduler import CYCLE, Scheduler
@@ -91,6 +92,25 @@ def test_c28_no_bos_and_no_eos_inside_a_context():
     assert [*prompt.tolist(), *ids.tolist()] == want["B_context"] and want["B_context"].count(1) == want["count_of_bos"]
     assert fed[1] == ([1, 10], [0, 1])  # the second model: all of it once, positions from 0
     assert list(range(4)) == want["B_position_ids"]
+
+
+def test_c54_off_policy_steps_are_known_and_keep_their_old_logprobs(tmp_path):
+    """No setting can split a generation unevenly: batches are whole optimiser steps. Which of them are off-policy (all
+    but the first of each generation) is in the log, and exactly these see ratios other than 1."""
+    case = CASES["C54"]["input"]
+    size = case["micro_batches_per_generation"]
+    for bad in ({"gradient_accumulation_steps": case["accumulation"]}, {"generation_batch_size": 6}):
+        with pytest.raises(TypeError, match="unexpected keyword"):
+            fc.GRPOConfig(num_generations=case["bad"]["group_size"], **bad)
+    changes = dict(prompts_per_step=1, steps_per_generation=size, max_steps=case["micro_batches_run"])
+    rows = [{"prompt": [3 + i, 4]} for i in range(size)]
+    args = config(fc.GRPOConfig, tmp_path, learning_rate=1e-2, **changes)
+    score = lambda completions, **kwargs: [float(len(set(c))) for c in completions]  # noqa: E731
+    log = fc.train("grpo", {"policy": tiny_model("qwen3")}, rows, score, args).log_history
+    stale = [r["step"] for r in log if r["policy_version_train"] != r["policy_version_rollout"]]
+    assert stale == [step for step in range(1, case["micro_batches_run"] + 1) if (step - 1) % size]
+    drifted = [r["step"] for r in log if abs(r.get("ratio/mean", 1) - 1) > 1e-6 or r.get("ratio/max", 1) - 1 > 1e-4]
+    assert set(drifted) <= set(stale) and len(drifted) > len(stale) / 2
 
 
 LOSS = """
