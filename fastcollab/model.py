@@ -15,7 +15,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastcollab.attention import Context, PackedContext, UnsupportedModelError, using
 from fastcollab.config import require
-from fastcollab.linear import SkinnyLinear
 from fastcollab.probe import LayerSpec, check_config, probe, refuse
 from fastcollab.reference.packed import Segments
 
@@ -123,7 +122,6 @@ class Model:
 
         self._base = self.module.base_model
         self._head = _linear_head(self.module)
-        self._packed_head = SkinnyLinear(self._head)
         config = self.module.config.get_text_config(decoder=True)
         self._scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
         self._softcap = getattr(config, "final_logit_softcapping", None)
@@ -194,12 +192,9 @@ class Model:
         h = out[0].squeeze(0)
         return h if self._scale == 1 else h * self._scale
 
-    def logits(self, h: Tensor, linear: SkinnyLinear | None = None) -> Tensor:
+    def logits(self, h: Tensor) -> Tensor:
         """The head alone: [n, D] -> [n, vocab_size], from the same weights as :meth:`head`."""
-        if linear is not None:
-            z = linear(h, self._bumps)
-        else:
-            z = nn.functional.linear(h, self._head.weight, self._head.bias)
+        z = nn.functional.linear(h, self._head.weight, self._head.bias)
         return z if self._softcap is None else torch.tanh(z / self._softcap) * self._softcap
 
     def decode(
@@ -213,7 +208,7 @@ class Model:
         """
         with torch.inference_mode(), self.driven:
             h = self.last_hidden(input_ids, position_ids, context)
-            return self.logits(h if logit_index is None else h.index_select(0, logit_index), self._packed_head)
+            return self.logits(h if logit_index is None else h.index_select(0, logit_index))
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> Tensor:
         """One training forward over packed segments: ids, positions int64 [T] -> h [T, D] with autograd.

@@ -13,14 +13,15 @@ from typing import NamedTuple
 import numpy as np
 
 from fastcollab.blocks import BlockPool
-from fastcollab.reference.random import philox, uniform
+from fastcollab.reference.random import author_uniform
+from fastcollab.schedules import ASK, CYCLE, DRAW  # how the next author is chosen
 
-DRAW, CYCLE, ASK = 0, 1, 2  # how the next author is chosen
+__all__ = ["ASK", "CYCLE", "DRAW", "Plan", "Policy", "Record", "Scheduler"]
+
 START, BOUNDARY, GAP, CALL = 0, 1, 2, 3  # why it was chosen
 REASONS = ("start", "boundary", "gap", "call")
 RUNNING, EOS, LENGTH, STOP, ABORT = 0, 1, 2, 3, 4  # state, or why the row ended
 FINISH = (None, "eos", "length", "stop", "abort")
-AUTHOR_STREAM = 1
 
 
 @dataclass(frozen=True)
@@ -355,7 +356,7 @@ class Scheduler:
         elif p.kind == CYCLE and reason != START:
             r.draws.append((t, reason, (r.draws[-1][2] + 1) % len(p.models)))
         else:
-            u = uniform(philox(r.key, 0, t, r.epoch, AUTHOR_STREAM)[0])
+            u = author_uniform(r.key, t, r.epoch)
             writer = next((w for w, c in enumerate(p.cumulative) if u < c), len(p.models) - 1)
             r.draws.append((t, reason, writer))
 

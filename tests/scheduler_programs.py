@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 
 from fastcollab import scheduler as oracle
+from fastcollab.reference.random import philox
 
 VOCABULARY = 9
 
@@ -278,7 +279,7 @@ def program(classes, seed: int, length: int) -> Counter:
 def noise_model(plan, scheduler) -> list[int]:
     """Tokens 0..15 that are functions of the row alone, as sampled ones are."""
     draws = zip(plan.key.tolist(), plan.position.tolist(), plan.epoch.tolist(), strict=True)
-    return [oracle.philox(key, 0, position, epoch, 0)[0] % 16 for key, position, epoch in draws]
+    return [philox(key, 0, position, epoch, 0)[0] % 16 for key, position, epoch in draws]
 
 
 def write_all(s, blocks, token_of=noise_model, content=None) -> dict[int, oracle.Record]:

@@ -18,7 +18,7 @@ tiny data tokens reference
 kernels
 ops
 attention
-probe packing linear
+probe packing
 model pools
 sampling
 schedules
