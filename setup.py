@@ -42,9 +42,10 @@ def extensions(nvcc: str | None) -> list[Extension]:
     from torch.utils.cpp_extension import CppExtension
 
     headers = sources("csrc/**/*.h", "csrc/**/*.cu")
+    bindings = [path for path in sources("csrc/bindings/*.cpp") if not path.endswith("/scheduler.cpp")]
     ops = CppExtension(
         "fastcollab._C",
-        ["csrc/bindings/ops.cpp", *sources("csrc/cpu/*.cpp")],
+        [*bindings, *sources("csrc/cpu/*.cpp")],
         include_dirs=[str(ROOT / "csrc")],
         depends=headers,
         define_macros=[("FASTCOLLAB_CUDA", "1")] if nvcc else [],

@@ -61,8 +61,8 @@ def test_the_scheduler_knows_no_torch():
 def test_cuda_code_loads_without_a_gpu():
     if not torch._C._dispatch_has_kernel_for_dispatch_key("fastcollab::copy_blocks", "CUDA"):
         pytest.skip("built without nvcc")
-    assert ops._absent("native", "copy_blocks", "cuda", (torch.float16,)) is None
-    assert ops._absent("native", "sample", "cuda", (torch.float32,)) == "fastcollab._C has no sample for cuda"
+    assert ops.dispatch.absent("native", "copy_blocks", "cuda", (torch.float16,)) is None
+    assert ops.dispatch.absent("native", "sample", "cuda", (torch.float32,)) == "fastcollab._C has no sample for cuda"
 
 
 SIMULATION = """
@@ -144,7 +144,7 @@ def test_without_a_compiler_the_build_is_pure_python(tmp_path):
     assert "no C++ compiler (no-such-compiler) on PATH: fastcollab is installed as pure Python" in done.stderr
     package = tmp_path / "lib/fastcollab"
     assert not list(tmp_path.rglob("*.so"))
-    assert (package / "ops.py").exists() and (package / "reference/random.py").exists()
+    assert (package / "ops/dispatch.py").exists() and (package / "reference/random.py").exists()
     assert (package / "kernels/__init__.py").exists() and not (tmp_path / "lib/kernels").exists()
 
 

@@ -1,16 +1,7 @@
-// The only file that sees torch: schemas, shape checks, and tensors turned into pointers and sizes.
+// The operators of generation: schemas, shape checks, and tensors turned into pointers and sizes.
 #include <Python.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
-#include <initializer_list>
-#include <optional>
-#include <stdexcept>
-#include <string>
-#include <tuple>
-#include <vector>
-
+#include "bindings/checks.h"
 #include "cpu/copy_blocks.h"
 #include "cpu/paged_attention.h"
 #include "cpu/sample.h"
@@ -21,79 +12,7 @@
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-std::string text(const char* words) { return words; }
-std::string text(int64_t x) { return std::to_string(x); }
-std::string text(double x) { return std::to_string(x); }
-std::string text(ScalarType type) { return torch::headeronly::toString(type); }
-std::string text(std::initializer_list<int64_t> sizes) {  // -1 stands for any size
-  std::string all;
-  for (const int64_t size : sizes) all += (all.empty() ? "[" : ", ") + (size < 0 ? "any" : std::to_string(size));
-  return all + "]";
-}
-std::string text(const Tensor& t) {  // its shape
-  std::string all;
-  for (int64_t i = 0; i < t.dim(); ++i) all += (i ? ", " : "[") + std::to_string(t.size(i));
-  return t.dim() ? all + "]" : "[]";
-}
-
-// Throws "<name>: got <got>, need <needed...>" unless ok; nothing is put into words before.
-template <class Got, class... Needed>
-void need(bool ok, const char* name, const Got& got, const Needed&... needed) {
-  if (!ok) throw std::invalid_argument(std::string(name) + ": got " + text(got) + ", need " + (text(needed) + ...));
-}
-
-// Shape `sizes` (-1: any), on the CPU.
-void need_shape(const char* name, const Tensor& t, std::initializer_list<int64_t> sizes) {
-  bool ok = t.dim() == static_cast<int64_t>(sizes.size());
-  int64_t i = 0;
-  for (const int64_t size : sizes) {
-    ok = ok && (size < 0 || t.size(i) == size);
-    ++i;
-  }
-  need(ok, name, t, "shape ", sizes);
-  need(t.is_cpu(), name, "a tensor on another device", "the CPU, as the first argument");
-}
-
-void need_type(const char* name, const Tensor& t, ScalarType type) {
-  need(t.scalar_type() == type, name, t.scalar_type(), type);
-}
-
-// A contiguous array of one type.
-template <class T>
-const T* array(const char* name, const Tensor& t, std::initializer_list<int64_t> sizes, ScalarType type) {
-  need_shape(name, t, sizes);
-  need_type(name, t, type);
-  need(t.is_contiguous(), name, "a strided view", "a contiguous tensor");
-  return static_cast<const T*>(t.const_data_ptr());
-}
-const int32_t* int32s(const char* name, const Tensor& t, std::initializer_list<int64_t> sizes) {
-  return array<int32_t>(name, t, sizes, ScalarType::Int);
-}
-const int64_t* int64s(const char* name, const Tensor& t, std::initializer_list<int64_t> sizes) {
-  return array<int64_t>(name, t, sizes, ScalarType::Long);
-}
-const float* floats(const char* name, const Tensor& t, std::initializer_list<int64_t> sizes) {
-  return array<float>(name, t, sizes, ScalarType::Float);
-}
-
-fc::Type type_of(const char* name, const Tensor& t) {
-  const ScalarType type = t.scalar_type();
-  need(type == ScalarType::Float || type == ScalarType::BFloat16, name, type, "Float or BFloat16");
-  return type == ScalarType::Float ? fc::Type::kFloat32 : fc::Type::kBFloat16;
-}
-
-void need_unit_stride(const char* name, const Tensor& t) {
-  const int64_t last = t.dim() - 1;
-  need(t.size(last) <= 1 || t.stride(last) == 1, name, t.stride(last), "stride 1 in the last dimension");
-}
-
-fc::Pool torch_pool() {
-  return {torch::stable::get_num_threads(),
-          [](int64_t n, const std::function<void(int64_t, int64_t)>& f) { torch::stable::parallel_for(0, n, 1, f); }};
-}
+using namespace fc::binding;
 
 Tensor paged_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_pool, const Tensor& v_pool,
                        const Tensor& slot_mapping, const Tensor& block_table, const Tensor& q_indptr,
@@ -215,7 +134,7 @@ void copy_blocks_cuda(const std::vector<Tensor>& pools, const Tensor& pairs, int
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY(fastcollab, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(fastcollab, m) {
   m.def(
       "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor slot_mapping, "
       "Tensor block_table, Tensor q_indptr, Tensor kv_len, float scale, int window=0, float softcap=0.0, "
