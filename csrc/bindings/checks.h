@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "cpu/parallel.h"
-#include "cpu/types.h"
+#include "common/types.h"
 
 namespace fc::binding {
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "cpu/parallel.h"
-#include "cpu/types.h"
+#include "common/types.h"
 
 namespace fc {
 

@@ -83,15 +83,6 @@ FC_CLONES void prepare(const bf16* logits, int64_t vocab, float temperature, Row
   weigh(row);
 }
 
-struct Noise {
-  uint64_t key;
-  uint32_t position, epoch;
-  float at(int64_t id) const {
-    const Words w = philox(key, static_cast<uint32_t>(id / 4), position, epoch, kTokenStream);
-    return gumbel(id % 4 == 0 ? w.w0 : id % 4 == 1 ? w.w1 : id % 4 == 2 ? w.w2 : w.w3);
-  }
-};
-
 struct Best {
   float score = -kInfinity;
   int64_t id = -1;
@@ -103,7 +94,7 @@ struct Best {
 FC_CLONES void race_tile(const Row& row, int64_t tile, const Noise& noise, Best& best) {
   float g[4][16], y[kTile];
   for (int i = 0; i < 16; ++i) {
-    const Words w = philox(noise.key, static_cast<uint32_t>(tile * 16 + i), noise.position, noise.epoch, kTokenStream);
+    const Words w = noise.words(tile * 16 + i);
     g[0][i] = gumbel(w.w0);
     g[1][i] = gumbel(w.w1);
     g[2][i] = gumbel(w.w2);
@@ -200,7 +191,7 @@ FC_CLONES int64_t race(const std::vector<Candidate>& kept, const Noise& noise) {
   const float limit = gumbel(0xffffffffu);
   Best best;
   for (const Candidate& c : kept) {
-    if (c.x + limit >= best.score) best.offer(c.x + noise.at(c.id), c.id);
+    if (c.x + limit >= best.score) best.offer(c.x + Noise::pick(noise.words(c.id / 4), c.id), c.id);
   }
   return best.id;
 }
@@ -217,8 +208,7 @@ void sample_row(const Sample& a, int64_t r, Row& row, std::vector<Candidate>& ke
   a.logprob[r] = a.kept_mass[r] = std::numeric_limits<float>::quiet_NaN();
   if (!row.valid) return;
 
-  const Noise noise{static_cast<uint64_t>(a.key[r]), static_cast<uint32_t>(a.position[r]),
-                    static_cast<uint32_t>(a.epoch[r])};
+  const Noise noise = Noise::of(a, r);
   const bool truncated = (a.top_k[r] > 0 && a.top_k[r] < a.V) || a.top_p[r] < 1 || a.min_p[r] > 0;
   a.kept_mass[r] = 1;
   if (greedy) {

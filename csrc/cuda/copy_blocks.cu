@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "cuda/launch.h"
+
 namespace fc {
 namespace {
 
@@ -33,28 +35,26 @@ __global__ void copy(const Pools pools, const int64_t* __restrict__ pairs, int64
 
 const char* copy_blocks_cuda(void* const* pools, const int64_t* bytes, int64_t num_pools, const int64_t* pairs,
                              int64_t num_pairs, int device, void* stream) {
-  int current = 0;
-  cudaError_t status = cudaGetDevice(&current);
-  if (status == cudaSuccess && current != device) status = cudaSetDevice(device);
-  for (int64_t start = 0; start < num_pools && status == cudaSuccess; start += kPools) {
-    const int count = static_cast<int>(std::min<int64_t>(kPools, num_pools - start));
-    Pools group;
-    int64_t largest = 0;
-    bool aligned = true;
-    for (int i = 0; i < count; ++i) {
-      group.data[i] = static_cast<char*>(pools[start + i]);
-      group.bytes[i] = bytes[start + i];
-      largest = std::max(largest, group.bytes[i]);
-      aligned &= group.bytes[i] % 16 == 0 && reinterpret_cast<uintptr_t>(group.data[i]) % 16 == 0;
+  return on_device(device, [&] {
+    for (int64_t start = 0; start < num_pools; start += kPools) {
+      const int count = static_cast<int>(std::min<int64_t>(kPools, num_pools - start));
+      Pools group;
+      int64_t largest = 0;
+      bool aligned = true;
+      for (int i = 0; i < count; ++i) {
+        group.data[i] = static_cast<char*>(pools[start + i]);
+        group.bytes[i] = bytes[start + i];
+        largest = std::max(largest, group.bytes[i]);
+        aligned &= group.bytes[i] % 16 == 0 && reinterpret_cast<uintptr_t>(group.data[i]) % 16 == 0;
+      }
+      const int64_t words = largest / (aligned ? 16 : 1);
+      const dim3 grid(static_cast<unsigned>(std::clamp<int64_t>((words + kThreads - 1) / kThreads, 1, 1024)), count);
+      const auto kernel = aligned ? copy<int4> : copy<char>;
+      kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(group, pairs, num_pairs);
+      if (const cudaError_t status = cudaGetLastError()) return status;
     }
-    const int64_t words = largest / (aligned ? 16 : 1);
-    const dim3 grid(static_cast<unsigned>(std::clamp<int64_t>((words + kThreads - 1) / kThreads, 1, 1024)), count);
-    const auto kernel = aligned ? copy<int4> : copy<char>;
-    kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(group, pairs, num_pairs);
-    status = cudaGetLastError();
-  }
-  if (current != device) cudaSetDevice(current);
-  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
+    return cudaSuccess;
+  });
 }
 
 }  // namespace fc

@@ -1,4 +1,4 @@
-// Element types that CPU operators know.
+// Element types that the operators know.
 #pragma once
 
 namespace fc {
