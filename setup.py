@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.resolve()
 CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-Wall"]
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]  # 2.11: newer shim symbols must not be imported
 CUDA_ARCHS = ["arch=compute_80,code=sm_80", "arch=compute_90,code=sm_90", "arch=compute_90,code=compute_90"]
+NVCC_FLAGS = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", f"-I{ROOT / 'csrc'}"]
 
 
 def find_compiler() -> str | None:
@@ -88,8 +89,7 @@ def build_command(nvcc: str | None) -> type:
             target = Path(self.build_temp).resolve() / Path(source).with_suffix(".cuda.o")
             target.parent.mkdir(parents=True, exist_ok=True)
             archs = [flag for arch in CUDA_ARCHS for flag in ("-gencode", arch)]
-            flags = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", f"-I{ROOT / 'csrc'}"]
-            subprocess.run([nvcc, *archs, *flags, "-c", source, "-o", str(target)], check=True, cwd=ROOT)
+            subprocess.run([nvcc, *archs, *NVCC_FLAGS, "-c", source, "-o", str(target)], check=True, cwd=ROOT)
             return str(target)
 
     return Build

@@ -62,7 +62,11 @@ def test_cuda_code_loads_without_a_gpu():
     if not torch._C._dispatch_has_kernel_for_dispatch_key("fastcollab::copy_blocks", "CUDA"):
         pytest.skip("built without nvcc")
     assert ops.dispatch.absent("native", "copy_blocks", "cuda", (torch.float16,)) is None
-    assert ops.dispatch.absent("native", "sample", "cuda", (torch.float32,)) == "fastcollab._C has no sample for cuda"
+    assert ops.dispatch.absent("native", "sample", "cuda", (torch.bfloat16,)) is None
+    with ops.use_impl("native"):
+        assert ops.dispatch.choose("sample", torch.device("cuda"), torch.float32)[0] == "native"
+    lack = "fastcollab._C has no paged_attention for cuda"
+    assert ops.dispatch.absent("native", "paged_attention", "cuda", (torch.float32,)) == lack
 
 
 SIMULATION = """

@@ -151,6 +151,13 @@ def test_ties(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_logits_beyond_the_reach_of_noise(impl):
+    big = torch.tensor([[1e9, 3e9, 2e9], [1.0, 5e8, 5.5e8], [-1e9, -3e9, -9e8]])
+    for law in ({}, {"top_k": 2}, {"temperature": 0.0}):
+        assert draw(big, **law, impl=impl)[0].tolist() == [1, 2, 2]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_rows_without_a_law_are_marked_and_alone(impl):
     logits = torch.randn(5, 70, generator=torch.Generator().manual_seed(0))
     clean = draw(logits, impl=impl)

@@ -13,8 +13,8 @@
 #include <tuple>
 #include <vector>
 
-#include "cpu/parallel.h"
 #include "common/types.h"
+#include "cpu/parallel.h"
 
 namespace fc::binding {
 
@@ -42,8 +42,8 @@ void need(bool ok, const char* name, const Got& got, const Needed&... needed) {
   if (!ok) throw std::invalid_argument(std::string(name) + ": got " + text(got) + ", need " + (text(needed) + ...));
 }
 
-// Shape `sizes` (-1: any), on the CPU.
-inline void need_shape(const char* name, const Tensor& t, std::initializer_list<int64_t> sizes) {
+// Shape `sizes` (-1: any).
+inline void need_sizes(const char* name, const Tensor& t, std::initializer_list<int64_t> sizes) {
   bool ok = t.dim() == static_cast<int64_t>(sizes.size());
   int64_t i = 0;
   for (const int64_t size : sizes) {
@@ -51,6 +51,11 @@ inline void need_shape(const char* name, const Tensor& t, std::initializer_list<
     ++i;
   }
   need(ok, name, t, "shape ", sizes);
+}
+
+// Shape `sizes` on the CPU.
+inline void need_shape(const char* name, const Tensor& t, std::initializer_list<int64_t> sizes) {
+  need_sizes(name, t, sizes);
   need(t.is_cpu(), name, "a tensor on another device", "the CPU, as the first argument");
 }
 
@@ -58,12 +63,16 @@ inline void need_type(const char* name, const Tensor& t, ScalarType type) {
   need(t.scalar_type() == type, name, t.scalar_type(), type);
 }
 
-// A contiguous array of one type.
+inline void need_contiguous(const char* name, const Tensor& t) {
+  need(t.is_contiguous(), name, "a strided view", "a contiguous tensor");
+}
+
+// A contiguous array of one type on the CPU.
 template <class T>
 const T* array(const char* name, const Tensor& t, std::initializer_list<int64_t> sizes, ScalarType type) {
   need_shape(name, t, sizes);
   need_type(name, t, type);
-  need(t.is_contiguous(), name, "a strided view", "a contiguous tensor");
+  need_contiguous(name, t);
   return static_cast<const T*>(t.const_data_ptr());
 }
 inline const int32_t* int32s(const char* name, const Tensor& t, std::initializer_list<int64_t> sizes) {
@@ -85,6 +94,12 @@ inline Type type_of(const char* name, const Tensor& t) {
 inline void need_unit_stride(const char* name, const Tensor& t) {
   const int64_t last = t.dim() - 1;
   need(t.size(last) <= 1 || t.stride(last) == 1, name, t.stride(last), "stride 1 in the last dimension");
+}
+
+// Of one of a cache pool's blocks.
+inline int64_t block_bytes(const Tensor& pool) {
+  need(pool.dim() >= 1 && pool.is_contiguous(), "pools", pool, "contiguous pools [blocks, ...]");
+  return pool.size(0) ? pool.numel() / pool.size(0) * static_cast<int64_t>(pool.element_size()) : 0;
 }
 
 inline Pool torch_pool() {

@@ -6,9 +6,6 @@
 #include "cpu/paged_attention.h"
 #include "cpu/sample.h"
 #include "cpu/simd.h"
-#ifdef FASTCOLLAB_CUDA
-#include "cuda/copy_blocks.h"
-#endif
 
 namespace {
 
@@ -71,7 +68,7 @@ Tensor paged_attention(const Tensor& q, const Tensor& k, const Tensor& v, const 
 
 std::tuple<Tensor, Tensor, Tensor> sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
                                           const Tensor& top_p, const Tensor& min_p, const Tensor& key,
-                                          const Tensor& position, const Tensor& epoch) {
+                                          const Tensor& position, const Tensor& epoch, int64_t) {
   need_shape("logits", logits, {-1, -1});
   need_unit_stride("logits", logits);
   fc::Sample a{};
@@ -96,11 +93,6 @@ std::tuple<Tensor, Tensor, Tensor> sample(const Tensor& logits, const Tensor& te
   return {id, logprob, kept_mass};
 }
 
-int64_t block_bytes(const Tensor& pool) {
-  need(pool.dim() >= 1 && pool.is_contiguous(), "pools", pool, "contiguous pools [blocks, ...]");
-  return pool.size(0) ? pool.numel() / pool.size(0) * static_cast<int64_t>(pool.element_size()) : 0;
-}
-
 void copy_blocks(const std::vector<Tensor>& pools, const Tensor& pairs, int64_t) {
   const int64_t* table = int64s("pairs", pairs, {-1, 2});
   std::vector<fc::BlockPool> list;
@@ -111,27 +103,6 @@ void copy_blocks(const std::vector<Tensor>& pools, const Tensor& pairs, int64_t)
   fc::copy_blocks(list.data(), static_cast<int64_t>(list.size()), table, pairs.size(0), torch_pool());
 }
 
-#ifdef FASTCOLLAB_CUDA
-void copy_blocks_cuda(const std::vector<Tensor>& pools, const Tensor& pairs, int64_t stream) {
-  std::vector<void*> data;
-  std::vector<int64_t> bytes;
-  for (const Tensor& pool : pools) {
-    need(pool.is_cuda() && pool.get_device_index() == pools[0].get_device_index(), "pools", "a pool on another device",
-         "the device of the first");
-    bytes.push_back(block_bytes(pool));
-    data.push_back(pool.mutable_data_ptr());
-  }
-  need(pairs.dim() == 2 && pairs.size(1) == 2 && pairs.is_contiguous() && pairs.scalar_type() == ScalarType::Long &&
-           pairs.is_cuda(),
-       "pairs", pairs, "contiguous int64 [P, 2] on the pools' device");
-  if (pools.empty() || pairs.size(0) == 0) return;
-  const char* error = fc::copy_blocks_cuda(data.data(), bytes.data(), static_cast<int64_t>(data.size()),
-                                           static_cast<const int64_t*>(pairs.const_data_ptr()), pairs.size(0),
-                                           pools[0].get_device_index(), reinterpret_cast<void*>(stream));
-  if (error) throw std::runtime_error(std::string("copy_blocks: ") + error);
-}
-#endif
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastcollab, m) {
@@ -141,7 +112,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastcollab, m) {
       "Tensor? sinks=None) -> Tensor");
   m.def(
       "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor key, "
-      "Tensor position, Tensor epoch) -> (Tensor, Tensor, Tensor)");
+      "Tensor position, Tensor epoch, int stream=0) -> (Tensor, Tensor, Tensor)");
   m.def("copy_blocks(Tensor(a!)[] pools, Tensor pairs, int stream=0) -> ()");
 }
 
@@ -150,10 +121,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastcollab, CPU, m) {
   m.impl("sample", TORCH_BOX(&sample));
   m.impl("copy_blocks", TORCH_BOX(&copy_blocks));
 }
-
-#ifdef FASTCOLLAB_CUDA
-STABLE_TORCH_LIBRARY_IMPL(fastcollab, CUDA, m) { m.impl("copy_blocks", TORCH_BOX(&copy_blocks_cuda)); }
-#endif
 
 // Importing the module registers the operators.
 PyMODINIT_FUNC PyInit__C() {

@@ -78,7 +78,7 @@ def _kept(x: Tensor, weight: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor,
 def _race(x: Tensor, kept: Tensor | None, key: Tensor, position: Tensor, epoch: Tensor) -> Tensor:
     """argmax of x + noise over the kept. Noise spans less than 20, so a token 20 below the best kept can't win."""
     score = x if kept is None else torch.where(kept, x, torch.full_like(x, -torch.inf))
-    near = score > score.amax(1, keepdim=True) - (LARGEST_GUMBEL - SMALLEST_GUMBEL + 0.5)
+    near = score >= score.amax(1, keepdim=True) - (LARGEST_GUMBEL - SMALLEST_GUMBEL + 0.5)
     row, id = near.nonzero(as_tuple=True)
     noisy = torch.full_like(x, -torch.inf)
     noisy[row, id] = score[row, id] + token_noise(key[row], position[row], epoch[row], id)
