@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(1024) spill(float* p) {
   for (int i = 0; i < 96; ++i) x[i] = p[i * 1024 + threadIdx.x];
   __syncthreads();
   #pragma unroll
-  for (int i = 0; i < 96; ++i) p[(95 - i) * 1024 + threadIdx.x] = x[i] * x[(i + 48) % 96];
+  for (int i = 0; i < 96; ++i) p[(95 - i) * 1024 + threadIdx.x] = x[i] * x[(i + 1) % 96];
 }
 """
 
