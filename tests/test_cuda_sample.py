@@ -188,3 +188,12 @@ def test_large_vocabularies(lanes, vocab):
     flat = torch.zeros(1, vocab)
     id, logprob, kept = draw(lanes, TEAMS[-1], flat, settings(1, top_k=vocab // 2, top_p=0.5))
     assert 0 <= id < vocab // 4 and logprob == -torch.tensor(float(vocab)).log() and kept == 0.25
+
+
+def test_a_token_far_below_may_win(lanes):
+    """Noise that can't win is not drawn: here one of many, 17.5 below the best, does win."""
+    logits = torch.full((1, 262_144), -17.5)
+    logits[0, 77] = 0
+    law = settings(1, key=torch.tensor([242]))
+    assert draw(lanes, TEAMS[-1], logits, law)[0] == 244_698
+    agree_under(lanes, logits, {"key": torch.tensor([242])}, {"key": torch.tensor([242]), "top_p": 0.999})
