@@ -34,8 +34,8 @@ extern "C" void sample(int team, int bf16, int64_t R, int64_t V, int64_t stride,
                        const int64_t* key, const int32_t* position, const int32_t* epoch, int64_t* id, float* logprob,
                        float* kept_mass) {
   const fc::Type type = bf16 ? fc::Type::kBFloat16 : fc::Type::kFloat32;
-  const fc::Sample a{logits, type,  R,   V,        stride, temperature, top_k,   top_p,
-                     min_p,  key, position, epoch, id,          logprob, kept_mass};
+  const fc::Sample a{logits, type, R,        V,     stride, temperature, top_k,    top_p,
+                     min_p,  key,  position, epoch, id,     logprob,     kept_mass};
   team == 0   ? sample_rows<Serial<1024, false>>(a)
   : team == 1 ? sample_rows<Serial<1024, true>>(a)
               : sample_rows<Serial<64, false>>(a);
