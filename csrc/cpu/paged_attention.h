@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "cpu/parallel.h"
 #include "common/types.h"
+#include "cpu/parallel.h"
 
 namespace fc {
 
