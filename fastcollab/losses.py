@@ -7,15 +7,8 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from fastcollab.reference.losses import (
-    LOG_RATIO_CAP,
-    advantage_regression,
-    anchors,
-    effective_advantage,
-    kl_estimate,
-    policy_loss,
-    value_estimate,
-)
+from fastcollab.ops.losses import advantage_regression, policy_loss
+from fastcollab.reference.losses import LOG_RATIO_CAP, anchors, effective_advantage, kl_estimate, value_estimate
 
 __all__ = [
     "LOG_RATIO_CAP",

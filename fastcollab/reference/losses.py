@@ -81,11 +81,7 @@ def policy_loss(
     clip acts), ``token_sum/clip_ratio/dual_mean`` with a dual clip, and ``token_sum/kl`` with a reference.
     Raises: ValueError for a missing mask, shapes that do not fit, or a kept log-prob that is not finite.
     """
-    require(form in ("clip", "cispo", "reinforce"), "form", form, "clip, cispo or reinforce")
-    require(ratio in ("token", "sequence"), "ratio", ratio, "token or sequence")
-    require(clip_low >= 0 and clip_high >= 0, "clip_low, clip_high", (clip_low, clip_high), ">= 0")
-    require(dual_clip is None or dual_clip > 1, "dual_clip", dual_clip, "None or > 1")
-    require(beta == 0 or ref_logprob is not None, "ref_logprob", None, f"a tensor [T], since beta = {beta}")
+    check_policy(form, ratio, clip_low, clip_high, dual_clip, aggregation, max_length, ref_logprob, beta, kl)
     ref_logprob = None if ref_logprob is None else ref_logprob.detach()
     named = {"logprob": logprob, "old_logprob": old_logprob.detach(), "ref_logprob": ref_logprob}
     (lp, old, ref), advantage, ids = _checked(named, advantage, mask, segment_ids)
@@ -113,7 +109,11 @@ def policy_loss(
     kl_token = None if ref is None else kl_estimate(lp, ref, kl)
     if beta:
         token = token + beta * kl_token
-    loss = _aggregate(torch.where(mask, token, 0), ids, segment_tokens, aggregation, max_length, denominator)
+    token = torch.where(mask, token, 0)
+    if aggregation == "sequence-mean":
+        token = token / segment_tokens.clamp(min=1).to(token.dtype)[ids]
+    counts = segment_tokens.sum().to(token.dtype), (segment_tokens > 0).sum(), S
+    loss = token.sum() / divisor(aggregation, max_length, denominator, *counts)
 
     with torch.no_grad():
         kept = {"ratio": r, "approx_kl": kl_estimate(old, lp), "clip_ratio/low_mean": low, "clip_ratio/high_mean": high}
@@ -168,11 +168,7 @@ def advantage_regression(
     (|beta Lambda|) and ``abs_advantage``.
     Raises: ValueError for a missing mask, shapes that do not fit, or a kept log-prob or anchor that is not finite.
     """
-    require(beta > 0, "beta", beta, "> 0")
-    norms = {False: None, True: "seq", "seq": "seq", "max": "max"}
-    require(length_norm in norms, "length_norm", length_norm, "False, 'seq' or 'max'")
-    norm = norms[length_norm]
-    require(norm != "max" or bool(max_length), "max_length", max_length, ">= 1 with length_norm 'max'")
+    norm = check_regression(beta, length_norm, max_length)
     named = {"logprob": logprob, "anchor": anchor.detach()}
     (lp, a), advantage, ids = _checked(named, advantage, mask, segment_ids, floor)
     S = len(advantage)
@@ -183,7 +179,7 @@ def advantage_regression(
     if norm is not None:
         per_segment = per_segment / (segment_tokens.clamp(min=1) if norm == "seq" else max_length)
     kept = segment_tokens > 0
-    loss = (torch.where(kept, per_segment, 0).sum() / _at_least_one(denominator, kept.sum())).to(lp.dtype)
+    loss = (torch.where(kept, per_segment, 0).sum() / at_least_one(denominator, kept.sum())).to(lp.dtype)
 
     with torch.no_grad():
         sums = {"residual_sq": e.square(), "log_ratio": log_ratio, "log_ratio_sq": log_ratio.square()}
@@ -223,6 +219,57 @@ def value_estimate(rewards: Tensor, beta: float, mask: Tensor | None = None) -> 
     return torch.where(n > 0, beta * (soft - n.log()), float("nan")).to(rewards.dtype)
 
 
+def check_policy(
+    form: str,
+    ratio: str,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    aggregation: str,
+    max_length: int | None,
+    ref_logprob: Tensor | None,
+    beta: float,
+    kl: str,
+) -> None:
+    """The settings of ``policy_loss``."""
+    require(form in ("clip", "cispo", "reinforce"), "form", form, "clip, cispo or reinforce")
+    require(ratio in ("token", "sequence"), "ratio", ratio, "token or sequence")
+    require(clip_low >= 0 and clip_high >= 0, "clip_low, clip_high", (clip_low, clip_high), ">= 0")
+    require(dual_clip is None or dual_clip > 1, "dual_clip", dual_clip, "None or > 1")
+    modes = ("token-mean", "sequence-mean", "constant")
+    require(aggregation in modes, "aggregation", aggregation, "token-mean, sequence-mean or constant")
+    constant = aggregation == "constant"
+    require(not constant or (max_length or 0) >= 1, "max_length", max_length, ">= 1 with aggregation 'constant'")
+    require(beta == 0 or ref_logprob is not None, "ref_logprob", None, f"a tensor [T], since beta = {beta}")
+    require(kl in ("k1", "k2", "k3"), "kl", kl, "k1, k2 or k3")
+
+
+def check_regression(beta: float, length_norm: str | bool, max_length: int | None) -> str | None:
+    """The settings of ``advantage_regression``; returns the norm: None, "seq" or "max"."""
+    require(beta > 0, "beta", beta, "> 0")
+    norms = {False: None, True: "seq", "seq": "seq", "max": "max"}
+    require(length_norm in norms, "length_norm", length_norm, "False, 'seq' or 'max'")
+    norm = norms[length_norm]
+    require(norm != "max" or (max_length or 0) >= 1, "max_length", max_length, ">= 1 with length_norm 'max'")
+    return norm
+
+
+def check_shapes(
+    named: dict[str, Tensor | None], advantage: Tensor, mask: Tensor | None, segment_ids: Tensor
+) -> dict[str, Tensor]:
+    """The named tensors that are given, once all shapes fit."""
+    T = len(segment_ids)
+    given = {name: x for name, x in named.items() if x is not None}
+    if mask is None or mask.dtype != torch.bool or mask.shape != (T,):
+        got = "no mask" if mask is None else f"{mask.dtype} {list(mask.shape)}"
+        need = f"bool [{T}], True where the trained model wrote: else foreign tokens would be trained"
+        require(False, "mask", got, need)
+    if any(x.shape != (T,) for x in given.values()):
+        require(False, ", ".join(given), [list(x.shape) for x in given.values()], f"[{T}] each, as segment_ids")
+    require(advantage.ndim == 1, "advantage", list(advantage.shape), "[S], one per segment")
+    return given
+
+
 def _checked(
     named: dict[str, Tensor | None],
     advantage: Tensor,
@@ -231,14 +278,7 @@ def _checked(
     floor: float | None = None,
 ) -> tuple[list[Tensor | None], Tensor, Tensor]:
     """Token tensors (fp32 or more) and segment ids, both 0 where the mask is False, and the advantage."""
-    got = "no mask" if mask is None else f"{mask.dtype} {list(mask.shape)}"
-    T, S = len(segment_ids), len(advantage)
-    ok = mask is not None and mask.dtype == torch.bool and mask.shape == (T,)
-    require(ok, "mask", got, f"bool [{T}], True where the trained model wrote: else foreign tokens would be trained")
-    given = {name: x for name, x in named.items() if x is not None}
-    shapes = [list(x.shape) for x in given.values()]
-    require(all(shape == [T] for shape in shapes), ", ".join(given), shapes, f"[{T}] each, as segment_ids")
-    require(advantage.ndim == 1, "advantage", list(advantage.shape), "[S], one per segment")
+    given, S = check_shapes(named, advantage, mask, segment_ids), len(advantage)
     ids = torch.where(mask, segment_ids, 0)
     if mask.any():
         low, high = ids.aminmax()
@@ -265,26 +305,20 @@ def _segment_sum(x: Tensor, ids: Tensor, S: int) -> Tensor:
     return x.new_zeros(S, dtype=torch.float64).index_add(0, ids, x.double())
 
 
-def _aggregate(
-    token: Tensor,
-    ids: Tensor,
-    segment_tokens: Tensor,
+def divisor(
     aggregation: str,
     max_length: int | None,
     denominator: float | Tensor | None,
-) -> Tensor:
-    modes = ("token-mean", "sequence-mean", "constant")
-    require(aggregation in modes, "aggregation", aggregation, ", ".join(modes))
-    if aggregation == "token-mean":
-        return token.sum() / _at_least_one(denominator, segment_tokens.sum().to(token.dtype))
-    if aggregation == "sequence-mean":
-        mean = token / segment_tokens.clamp(min=1).to(token.dtype)[ids]
-        return mean.sum() / _at_least_one(denominator, (segment_tokens > 0).sum())
-    require(bool(max_length) and max_length >= 1, "max_length", max_length, ">= 1 with aggregation 'constant'")
-    return token.sum() / (_at_least_one(denominator, len(segment_tokens)) * max_length)
+    tokens: float | Tensor,
+    segments: float | Tensor,
+    S: int,
+) -> float | Tensor:
+    """What an aggregation divides the summed loss by, at least 1."""
+    default = {"token-mean": tokens, "sequence-mean": segments, "constant": S}[aggregation]
+    return at_least_one(denominator, default) * (max_length if aggregation == "constant" else 1)
 
 
-def _at_least_one(denominator: float | Tensor | None, default: float | Tensor) -> float | Tensor:
+def at_least_one(denominator: float | Tensor | None, default: float | Tensor) -> float | Tensor:
     n = default if denominator is None else denominator
     return n.clamp(min=1) if isinstance(n, Tensor) else max(n, 1)
 
