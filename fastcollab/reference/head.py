@@ -12,12 +12,14 @@ are 0.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastcollab.config import require
+from fastcollab.reference.losses import Metrics, check_shapes, policy_loss
 
 _CHUNK_BYTES = 64 << 20  # one chunk of logits
 _TILE_BYTES = 16 << 20  # one fp32 copy of a part of a 16-bit weight
@@ -41,18 +43,89 @@ def linear_logprob(
     Raises: ValueError for shapes, targets or settings out of range, and for a row whose logits are NaN, +inf or all
     -inf.
     """
-    N, V = h.shape[0], weight.shape[0]
-    fits = h.ndim == weight.ndim == 2 and h.shape[1] == weight.shape[1] and target.shape == (N,)
-    fits = fits and (bias is None or bias.shape == (V,))
-    shapes = (list(h.shape), list(weight.shape), None if bias is None else list(bias.shape), list(target.shape))
-    require(fits, "h, weight, bias, target", shapes, "[N, D], [V, D], [V] or None, [N]")
-    require(temperature > 0, "temperature", temperature, "> 0")
-    require(softcap is None or softcap > 0, "softcap", softcap, "None or > 0")
-    if N:
-        low, high = target.aminmax()
-        require(0 <= int(low) and int(high) < V, "target", (int(low), int(high)), f"ids in [0, {V})")
+    check(h, weight, bias, target, temperature, softcap)
+    check_ids("target", target, weight.shape[0])
     logprob, ent = _LinearLogprob.apply(h, weight, bias, target, float(temperature), softcap, entropy)
     return logprob, (ent if entropy else None)
+
+
+class Scores(NamedTuple):
+    """What is known of each row [N]; ``second_logprob`` where a second target was given; ``top1`` int64."""
+
+    logprob: Tensor
+    entropy: Tensor
+    second_logprob: Tensor | None
+    top1: Tensor
+
+
+@torch.no_grad()
+def linear_scores(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    second: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+) -> Scores:
+    """Log-prob of the target and of a second one, entropy and likeliest token of each row; as ``linear_logprob``."""
+    logprob, entropy = linear_logprob(h, weight, bias, target, temperature, softcap, entropy=True)
+    other = None if second is None else linear_logprob(h, weight, bias, second, temperature, softcap)[0]
+    rows = range(0, len(h), _step(weight, logprob.dtype))
+    chunks = [h[i : i + rows.step].to(logprob.dtype) for i in rows]
+    top1 = [_logits(x, weight, bias, temperature, softcap).argmax(-1) for x in chunks]
+    return Scores(logprob, entropy, other, torch.cat(top1) if top1 else torch.empty_like(target))
+
+
+def linear_policy_loss(
+    h: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    segment_ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    entropy: bool = False,
+    **settings: Any,
+) -> tuple[Tensor, Metrics]:
+    """``policy_loss`` of ``linear_logprob`` of the kept rows; the others never reach the head, whatever they hold.
+
+    Args: h [T, D], weight [V, D], bias [V] or None, target [T]; the others and ``settings`` as in ``policy_loss``.
+    Returns: loss and metrics, with ``token_sum/entropy`` if ``entropy``. Raises: as its two parts.
+    """
+    check_shapes({"target": target, "old_logprob": old_logprob}, advantage, mask, segment_ids)
+    kept = mask.nonzero().flatten()
+    logprob, ent = linear_logprob(h[kept], weight, bias, target[kept], temperature, softcap, entropy)
+    whole = logprob.new_zeros(len(mask)).index_put((kept,), logprob)
+    loss, metrics = policy_loss(whole, old_logprob, advantage, mask, segment_ids, **settings)
+    return loss, metrics | ({"token_sum/entropy": ent.detach().sum()} if entropy else {})
+
+
+def check(
+    h: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: float, softcap: float | None
+) -> None:
+    """Shapes and settings."""
+    V = weight.shape[0]
+    fits = h.ndim == weight.ndim == 2 and h.shape[1] == weight.shape[1] and target.shape == h.shape[:1]
+    if not fits or (bias is not None and bias.shape != (V,)):
+        shapes = (list(h.shape), list(weight.shape), None if bias is None else list(bias.shape), list(target.shape))
+        require(False, "h, weight, bias, target", shapes, "[N, D], [V, D], [V] or None, [N]")
+    require(temperature > 0, "temperature", temperature, "> 0")
+    require(softcap is None or softcap > 0, "softcap", softcap, "None or > 0")
+
+
+def check_ids(name: str, ids: Tensor, V: int) -> None:
+    if len(ids):
+        low, high = ids.aminmax()
+        require(0 <= int(low) and int(high) < V, name, (int(low), int(high)), f"ids in [0, {V})")
+
+
+def _step(weight: Tensor, dtype: torch.dtype) -> int:
+    return max(1, _CHUNK_BYTES // (len(weight) * dtype.itemsize))
 
 
 def _tiles(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
@@ -78,9 +151,9 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, weight, bias, target, temperature, softcap, entropy):
         dtype = torch.promote_types(torch.promote_types(h.dtype, weight.dtype), torch.float32)
-        N, V = h.shape[0], weight.shape[0]
+        N = h.shape[0]
         logprob, lse, ent = (h.new_empty(N, dtype=dtype) for _ in range(3))
-        step = max(1, _CHUNK_BYTES // (V * dtype.itemsize))
+        step = _step(weight, dtype)
         for rows in (slice(i, i + step) for i in range(0, N, step)):
             z = _logits(h[rows].to(dtype), weight, bias, temperature, softcap)
             lse[rows] = z.logsumexp(-1)
