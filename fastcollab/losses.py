@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
+from fastcollab.ops.head import linear_policy_loss
 from fastcollab.ops.losses import advantage_regression, policy_loss
 from fastcollab.reference.losses import LOG_RATIO_CAP, anchors, effective_advantage, kl_estimate, value_estimate
 
@@ -16,6 +17,7 @@ __all__ = [
     "anchors",
     "effective_advantage",
     "kl_estimate",
+    "linear_policy_loss",
     "merge_metrics",
     "policy_loss",
     "value_estimate",

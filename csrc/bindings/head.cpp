@@ -122,18 +122,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_policy_loss_forward(
     double dual_clip, int64_t form, bool per_sequence, double beta, int64_t kl, double scale, bool need_h, bool need_w,
     bool need_b) {
   const HeadOf head(h, weight, bias, temperature, softcap);
+  const fc::Packed tokens{head.N, advantage.size(0), array<bool>("mask", mask, {head.N}, ScalarType::Bool),
+                          int64s("segment_ids", segment_ids, {head.N}), floats("advantage", advantage, {-1})};
+  const fc::PolicyTerms terms{clip_low, clip_high, dual_clip, static_cast<int>(form), static_cast<int>(kl), beta};
   const fc::LinearPolicyLoss a{head,
-                               {clip_low, clip_high, dual_clip, static_cast<int>(form), static_cast<int>(kl), beta},
+                               terms,
                                entropy,
                                per_sequence,
                                scale,
-                               advantage.size(0),
+                               tokens,
                                int64s("target", target, {head.N}),
-                               int64s("segment_ids", segment_ids, {head.N}),
                                floats("old_logprob", old_logprob, {head.N}),
-                               ref_logprob ? floats("ref_logprob", *ref_logprob, {head.N}) : nullptr,
-                               floats("advantage", advantage, {-1}),
-                               array<bool>("mask", mask, {head.N}, ScalarType::Bool)};
+                               ref_logprob ? floats("ref_logprob", *ref_logprob, {head.N}) : nullptr};
   need(0 <= form && form <= 2, "form", form, "0 clip, 1 cispo or 2 reinforce");
   need(1 <= kl && kl <= 3, "kl", kl, "1, 2 or 3");
   Gradients out(h, weight, bias, need_h, need_w, need_b);

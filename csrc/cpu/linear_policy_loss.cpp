@@ -5,8 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <stdexcept>
-#include <string>
+#include <limits>
 #include <vector>
 
 #include "cpu/head_gradient.h"
@@ -19,47 +18,42 @@ namespace {
 constexpr int64_t kLogits = 72 << 20;  // floats of the buffer: 288 MiB
 constexpr int64_t kVocab = 1024;       // columns of one task of the pass to dz
 constexpr int64_t kInline = 1 << 20;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// The kept tokens, and for each its segment's share of the loss.
+// The kept tokens, checked, and each one's share of the loss where its segment's tokens share one.
 struct Kept {
   std::vector<int64_t> token, target;
   std::vector<float> old, ref, advantage, weight;
   int64_t segments = 0;
 
   explicit Kept(const LinearPolicyLoss& a) {
-    std::vector<int64_t> tokens(a.S);
-    for (int64_t t = 0; t < a.head.N; ++t) {
-      if (!a.mask[t]) continue;
-      const int64_t s = a.segment_ids[t];
-      if (s < 0 || s >= a.S) {
-        throw std::invalid_argument("segment_ids: got " + std::to_string(s) + " at token " + std::to_string(t) +
-                                    ", need ids in [0, " + std::to_string(a.S) + ")");
+    std::vector<int64_t> count(a.tokens.S);
+    for (int64_t t = 0; t < a.tokens.T; ++t) {
+      if (!a.tokens.mask[t]) continue;
+      const int64_t s = a.tokens.segment_ids[t];
+      const bool known = s >= 0 && s < a.tokens.S;
+      if (!known || !std::isfinite(a.tokens.advantage[s] + a.old[t] + (a.ref ? a.ref[t] : 0.0f))) {
+        report_bad_tokens(a.tokens, {{"old_logprob", a.old}, {"ref_logprob", a.ref}}, -kInfinity);
       }
-      if (!std::isfinite(a.advantage[s])) {
-        throw std::invalid_argument("advantage of segment " + std::to_string(s) + ": got " + number(a.advantage[s]) +
-                                    ", need a finite value");
-      }
-      need_finite(a, t, "old_logprob", a.old[t]);
-      if (a.ref) need_finite(a, t, "ref_logprob", a.ref[t]);
       token.push_back(t);
       target.push_back(a.target[t]);
       old.push_back(a.old[t]);
       if (a.ref) ref.push_back(a.ref[t]);
-      advantage.push_back(a.advantage[s]);
-      segments += tokens[s]++ == 0;
+      advantage.push_back(a.tokens.advantage[s]);
+      segments += count[s]++ == 0;
     }
     need_ids("target", target.data(), size(), a.head.V);
     if (!a.per_sequence) return;
-    for (const int64_t t : token) weight.push_back(1.0f / static_cast<float>(tokens[a.segment_ids[t]]));
+    for (const int64_t t : token) weight.push_back(1.0f / static_cast<float>(count[a.tokens.segment_ids[t]]));
   }
   int64_t size() const { return static_cast<int64_t>(token.size()); }
-
-  static void need_finite(const LinearPolicyLoss& a, int64_t t, const char* name, float x) {
-    if (std::isfinite(x)) return;
-    throw std::invalid_argument("token " + std::to_string(t) + " of segment " + std::to_string(a.segment_ids[t]) +
-                                ": got " + name + " " + number(x) + ", need finite values under the mask");
-  }
 };
+
+[[noreturn]] void report_bad_logprob(const LinearPolicyLoss& a, int64_t token, float logprob) {
+  std::vector<float> all(a.tokens.T);
+  all[token] = logprob;
+  report_bad_tokens(a.tokens, {{"logprob", all.data()}}, -kInfinity);
+}
 
 struct RowTile {
   std::vector<double> lse;
@@ -112,7 +106,7 @@ void linear_policy_loss(const LinearPolicyLoss& a, const HeadGradient& out, doub
           logits.get(), stride, pool, gemm);
     for (int64_t r = 0; r < n; ++r) {
       need_finite_lse(token[r], tile.lse[r]);
-      Kept::need_finite(a, token[r], "logprob", tile.logprob[r]);
+      if (!std::isfinite(tile.logprob[r])) report_bad_logprob(a, token[r], tile.logprob[r]);
     }
     for (const float x : tile.entropy) entropy += x;
     const auto from = [&](const std::vector<float>& x) { return x.empty() ? nullptr : x.data() + first; };

@@ -65,7 +65,16 @@ def _registered(function: str) -> bool:
     return hasattr(torch.ops.fastcollab, function)
 
 
+def _native(functions: tuple[str, ...]) -> tuple[list[str], SimpleNamespace]:
+    """An operator's devices and functions. Asked once, here: torch.compile cannot look into the dispatcher."""
+    there = all(map(_registered, functions))
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    devices = [d for d in ("cpu", "cuda") if there and has_kernel(f"fastcollab::{functions[0]}", d.upper())]
+    return devices, SimpleNamespace(**{f: getattr(torch.ops.fastcollab, f).default for f in functions if there})
+
+
 NATIVE_ABSENT = _load_native()
+NATIVE = {op: _native(OPS[op].functions) for op in OPS}
 if NATIVE_ABSENT:
     warnings.warn(f"fastcollab runs in plain torch and Python, which is slower: {NATIVE_ABSENT}", stacklevel=2)
 
@@ -98,7 +107,7 @@ def _choose(op: str, device: str, dtypes: tuple[torch.dtype, ...], forced: str |
     if impl is None:
         raise RuntimeError(f"{op}: got the forced implementation {forced!r}, need one that is there: {reasons[0][1]}")
     if impl == "native":
-        return impl, SimpleNamespace(**{f: getattr(torch.ops.fastcollab, f).default for f in OPS[op].functions})
+        return impl, NATIVE[op][1]
     return impl, OPS[op].reference if impl == "reference" else importlib.import_module(f"fastcollab.kernels.{op}")
 
 
@@ -109,9 +118,7 @@ def absent(impl: str, op: str, device: str, dtypes: tuple[torch.dtype, ...]) -> 
     if impl == "native":
         if NATIVE_ABSENT:
             return NATIVE_ABSENT
-        key, names = {"cpu": "CPU", "cuda": "CUDA"}.get(device), OPS[op].functions
-        there = key and all(map(_registered, names))
-        if not there or not torch._C._dispatch_has_kernel_for_dispatch_key(f"fastcollab::{names[0]}", key):
+        if device not in NATIVE[op][0]:
             return f"fastcollab._C has no {op} for {device}"
     else:
         if importlib.util.find_spec("triton") is None:
