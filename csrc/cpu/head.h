@@ -6,7 +6,7 @@
 #include <functional>
 #include <memory>
 
-#include "cpu/types.h"
+#include "common/types.h"
 
 namespace fc {
 
