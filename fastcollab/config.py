@@ -69,9 +69,11 @@ class TrainConfig:
     max_grad_norm: float = 1.0
 
     epsilon: float = 0.2  # clip_low
-    epsilon_high: float | None = None  # clip_high; None takes epsilon
+    epsilon_high: float | None = None  # clip_high; None takes epsilon; with cispo the bound of the ratio itself
+    delta: float | None = None  # dual clip: a ratio above it pushes no further where the advantage is negative
+    importance_sampling_level: str = "token"  # token | sequence: one ratio per rollout (GSPO)
     beta: float = 0.0  # weight of the k3 KL to the reference (the starting weights)
-    loss_type: str = "dapo"  # dapo: mean over tokens | grpo: mean of sequence means | dr_grpo: sum / (N * max length)
+    loss_type: str = "dapo"  # dapo, cispo: mean over tokens | grpo: of sequence means | dr_grpo: sum / (N * max length)
     scale_rewards: str | bool = "group"  # group: divide by the group's std | none
     reward_weights: tuple[float, ...] | None = None
     mask_truncated_completions: bool = False  # leave rollouts without EOS out of the loss
@@ -111,7 +113,17 @@ class TrainConfig:
         require(self.learning_rate >= 0, "learning_rate", self.learning_rate, ">= 0")
         require(0 < self.epsilon, "epsilon", self.epsilon, "> 0")
         require(self.beta >= 0, "beta", self.beta, ">= 0")
-        require(self.loss_type in ("dapo", "grpo", "dr_grpo"), "loss_type", self.loss_type, "dapo, grpo or dr_grpo")
+        types = ("dapo", "grpo", "dr_grpo", "cispo")
+        require(self.loss_type in types, "loss_type", self.loss_type, " or ".join(types))
+        levels, level = ("token", "sequence"), self.importance_sampling_level
+        require(level in levels, "importance_sampling_level", level, " or ".join(levels))
+        require(self.delta is None or self.delta > 1, "delta", self.delta, "None or > 1")
+        if self.loss_type == "cispo":
+            high = self.epsilon_high
+            require(
+                high is not None and high > 0, "epsilon_high", high, "> 0 with loss_type 'cispo', the largest ratio"
+            )
+            require(self.delta is None, "delta", self.delta, "None with loss_type 'cispo', which has no dual clip")
         if isinstance(self.scale_rewards, bool):  # as in TRL
             object.__setattr__(self, "scale_rewards", "group" if self.scale_rewards else "none")
         require(self.scale_rewards in ("group", "none"), "scale_rewards", self.scale_rewards, "group or none")
@@ -129,8 +141,11 @@ class TrainConfig:
         return SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, self.max_completion_length)
 
     @property
-    def clip_high(self) -> float:
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+    def clip(self) -> tuple[float, float]:
+        """(clip_low, clip_high): the ratio is held in [1 - clip_low, 1 + clip_high]."""
+        if self.loss_type == "cispo":
+            return 1.0, self.epsilon_high - 1
+        return self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
     def on_policy(self) -> bool:
@@ -160,7 +175,7 @@ class TandemConfig(TrainConfig):
         require(0 <= self.p <= 1, "p", self.p, "in [0, 1]")
         require(self.max_gap >= 1, "max_gap", self.max_gap, ">= 1")
         require(self.denominator in ("senior", "response"), "denominator", self.denominator, "senior or response")
-        counts_tokens = self.denominator == "senior" or self.loss_type == "dapo"
+        counts_tokens = self.denominator == "senior" or self.loss_type in ("dapo", "cispo")
         require(counts_tokens, "denominator", f"'response' with loss_type {self.loss_type!r}", "loss_type 'dapo'")
         default = (self.p, self.max_gap) == (0.5, 32)
         require(self.schedule is None or default, "p, max_gap", (self.p, self.max_gap), "none beside a schedule")

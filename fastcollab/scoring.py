@@ -8,23 +8,30 @@ import numpy as np
 import torch
 
 from fastcollab import ops
-from fastcollab.model import Model
+from fastcollab.model import Head, Model
 from fastcollab.packing import Item, MicroBatch, micro_batches
 from fastcollab.types import Rollout
+
+
+def head_inputs(model: Model, batch: MicroBatch, vocab_size: int) -> tuple[torch.Tensor, Head]:
+    """Hidden states [N, D] of the batch's targets, differentiable, and the head; the head sees these N rows only.
+
+    ``vocab_size`` is the engine's: a padded head is sliced to it, so that both sides normalise over the same ids.
+    """
+    hidden = model.hidden(batch.input_ids, batch.position_ids, batch.segments)[batch.hidden_index]
+    head = model.head()
+    if len(head.weight) > vocab_size:
+        bias = None if head.bias is None else head.bias[:vocab_size]
+        head = head._replace(weight=head.weight[:vocab_size], bias=bias)
+    return hidden, head
 
 
 def batch_logprob(
     model: Model, batch: MicroBatch, vocab_size: int, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """logprob fp32 [N] (and entropy fp32 [N]) of the batch's targets, differentiable; the head sees these N rows only.
-
-    ``vocab_size`` is the engine's: a padded head is sliced to it, so that both sides normalise over the same ids.
-    """
-    hidden = model.hidden(batch.input_ids, batch.position_ids, batch.segments)[batch.hidden_index]
-    weight, bias, softcap = model.head()
-    if len(weight) > vocab_size:
-        weight, bias = weight[:vocab_size], None if bias is None else bias[:vocab_size]
-    return ops.linear_logprob(hidden, weight, bias, batch.target, temperature, softcap, entropy)
+    """logprob fp32 [N] (and entropy fp32 [N]) of the batch's targets, differentiable."""
+    hidden, head = head_inputs(model, batch, vocab_size)
+    return ops.linear_logprob(hidden, head.weight, head.bias, batch.target, temperature, head.softcap, entropy)
 
 
 @torch.no_grad()

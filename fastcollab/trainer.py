@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -21,18 +20,14 @@ from fastcollab.config import TrainConfig, require
 from fastcollab.data import Cursor, load_dataset
 from fastcollab.engine import Engine, load_models
 from fastcollab.evaluation import evaluate, legibility
-from fastcollab.losses import merge_metrics, policy_loss
+from fastcollab.learner import Learner
 from fastcollab.methods import METHODS
 from fastcollab.model import Model
-from fastcollab.optim import clip_grad_norm, make_optimizer, make_schedule
-from fastcollab.packing import Item, micro_batches
+from fastcollab.packing import Item
 from fastcollab.progress import Progress
 from fastcollab.rewards import RewardFunctions
 from fastcollab.schedules import Solo
-from fastcollab.scoring import batch_logprob, rollout_logprobs
 from fastcollab.types import Rollout
-
-AGGREGATION = {"dapo": "token-mean", "grpo": "sequence-mean", "dr_grpo": "constant"}
 
 
 @dataclass
@@ -91,20 +86,14 @@ class Trainer:
             self.models, processing_class, args.device, args.kv_memory, args.block_size, args.token_budget
         )
         self._freeze()
-        self.reference = self._reference() if args.beta else None
-        parameters = [p for p in self.policy.module.parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(parameters, args)
-        self.parameters = parameters
         self.cursor = Cursor(len(self.rows), args.prompts_per_step * args.steps_per_generation, args.seed, args.shuffle)
         self.total_steps = self._total_steps()
-        self.lr_schedule = make_schedule(self.optimizer, args, self.total_steps)
+        self.learner = Learner(self.policy, self.engine.vocab_size, args, self.total_steps)
         self.history: list[dict[str, Any]] = []
         self.callbacks = Callbacks(
-            callbacks, args, self.policy.module, self.engine.tokenizer, self.optimizer, self.lr_schedule
+            callbacks, args, self.policy.module, self.engine.tokenizer, self.learner.optimizer, self.learner.lr_schedule
         )
         self.step = 0
-        # the engine rounds a 16-bit head's logits, the trainer's head does not
-        self.own_logprobs = args.on_policy and self.policy.dtype == torch.float32
 
     # -- the loop
 
@@ -185,16 +174,11 @@ class Trainer:
 
     def items(self, rollouts: Sequence[Rollout], rewards: np.ndarray, advantage: torch.Tensor) -> list[Item]:
         """Each rollout with its loss mask, advantage, old (and reference) log-probs."""
-        args = self.args
         kept = ~np.isnan(rewards)
-        if args.mask_truncated_completions:
+        if self.args.mask_truncated_completions:
             kept &= [r.finish != "length" for r in rollouts]
         masks = [self.method.loss_mask(r) & k for r, k in zip(rollouts, kept, strict=True)]
-        old = [r.logprob for r in rollouts]
-        if not self.own_logprobs:
-            old = self.logprobs(self.policy, rollouts, masks)
-        ref = self.logprobs(self.reference, rollouts, masks) if args.beta else [None] * len(rollouts)
-        return [Item(*parts) for parts in zip(rollouts, masks, advantage.tolist(), old, ref, kept, strict=True)]
+        return self.learner.items(rollouts, masks, advantage.tolist(), kept)
 
     def parts(self, items: list[Item]) -> Iterator[list[Item]]:
         """The batch's optimiser steps: whole groups, ``num_iterations`` passes in one order."""
@@ -204,55 +188,19 @@ class Trainer:
                 yield items[start : start + size]
 
     def update(self, items: list[Item]) -> dict[str, float]:
-        """One optimiser step on the whole list; micro-batches only bound memory."""
-        args, version = self.args, self.policy.version
-        denominator = self.denominator(items)
-        live = [i for i in items if i.advantage != 0 or args.beta]
-        for p in self.parameters:  # zeros, not None: a batch without signal still steps, like any other
-            p.grad = torch.zeros_like(p)
-        total, parts = 0.0, []
-        for batch in micro_batches(live, args.micro_batch_tokens, self.policy.device):
-            logprob, entropy = batch_logprob(self.policy, batch, self.engine.vocab_size, args.temperature, entropy=True)
-            loss, metrics = policy_loss(
-                logprob,
-                batch.old_logprob,
-                batch.advantage,
-                torch.ones_like(batch.target, dtype=torch.bool),
-                batch.segment_ids,
-                clip_low=args.epsilon,
-                clip_high=args.clip_high,
-                aggregation=AGGREGATION[args.loss_type],
-                max_length=args.max_completion_length,
-                denominator=denominator,
-                ref_logprob=batch.ref_logprob,
-                beta=args.beta,
-            )
-            loss.backward()
-            total += float(loss.detach())
-            parts.append(metrics | {"token_sum/entropy": entropy.detach().sum()})
-        norm = clip_grad_norm(self.parameters, args.max_grad_norm, self.step)
-        rate = self.lr_schedule.get_last_lr()[0]
-        self.optimizer.step()
-        self.lr_schedule.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        row = {"loss": total, "grad_norm": float(norm), "learning_rate": rate, "trained_tokens": denominator}
-        row |= {"policy_version_rollout": items[0].rollout.policy_version, "policy_version_train": version}
-        return row | merge_metrics(parts)
+        """One optimiser step on the whole list."""
+        return self.learner.update(items, self.denominator(items), self.step)
 
     def denominator(self, items: Sequence[Item]) -> float:
         """What the loss type divides by, over the whole batch, zero-advantage groups included; at least 1."""
         kept = [i for i in items if i.kept]
-        if self.args.loss_type == "dapo":
+        if self.args.loss_type in ("dapo", "cispo"):
             return max(1, sum(int(self.method.denominator_mask(i.rollout).sum()) for i in kept))
         if self.args.loss_type == "grpo":
             return max(1, sum(bool(i.mask.any()) for i in kept))
         return max(1, len(kept))
 
     # -- parts
-
-    def logprobs(self, model: Model, rollouts, masks) -> list[np.ndarray]:
-        settings = (self.engine.vocab_size, self.args.temperature, self.args.micro_batch_tokens)
-        return rollout_logprobs(model, rollouts, masks, *settings)
 
     def _freeze(self) -> None:
         """Only the policy trains; a module that it shares with a frozen role keeps its adapter trainable."""
@@ -261,21 +209,6 @@ class Trainer:
                 model.module.requires_grad_(False)
             elif model is not self.policy and model.adapter != "off":
                 raise ValueError(f"models: got one module as {self.method.policy!r} and {name!r}, need two, or 'base'")
-        trainable = {p.dtype for p in self.policy.module.parameters() if p.requires_grad}
-        require(len(trainable) > 0, self.method.policy, "no trainable parameter", "at least one")
-        need = "float32 (a small update is lost in 16 bits): load it so, or train a LoRA adapter"
-        require(trainable == {torch.float32}, self.method.policy, f"trainable parameters of {trainable}", need)
-        if self.args.gradient_checkpointing:
-            module = self.policy.module
-            enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
-            enable()
-
-    def _reference(self) -> Model:
-        """The starting weights: the adapter off where there is one, else a frozen copy."""
-        if self.policy.peft is not None:
-            return Model("reference", self.policy.peft, device=self.args.device, adapter="off")
-        module = copy.deepcopy(self.policy.module).requires_grad_(False).eval()
-        return Model("reference", module, device=self.args.device)
 
     def _total_steps(self) -> int:
         args = self.args
@@ -355,13 +288,14 @@ class Trainer:
         """A checkpoint between two rollout batches; the KV cache starts cold here, in this run as in a resumed one."""
         self.engine.forget()
         state = {"cursor": self.cursor.state_dict()}
-        parts = (self.policy, self.engine.tokenizer, self.optimizer, self.lr_schedule)
+        learner = self.learner
+        parts = (self.policy, self.engine.tokenizer, learner.optimizer, learner.lr_schedule)
         save_checkpoint(out, self.step, *parts, state, self.args.to_dict())
         prune(out, self.args.save_total_limit)
 
     def resume(self, folder: Path, out: Path) -> None:
         """Continue from a checkpoint; rows of metrics.jsonl beyond it are dropped."""
-        state = load_checkpoint(folder, self.policy, self.optimizer, self.lr_schedule)
+        state = load_checkpoint(folder, self.policy, self.learner.optimizer, self.learner.lr_schedule)
         self.cursor.load_state_dict(state["cursor"])
         self.step = state["step"]
         metrics = out / "metrics.jsonl"

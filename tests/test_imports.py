@@ -28,6 +28,8 @@ engine
 scoring
 rewards
 advantages losses optim
+objective
+learner
 checkpoint
 methods
 progress callbacks evaluation

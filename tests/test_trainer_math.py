@@ -58,7 +58,7 @@ def items_of(t, rollouts, rewards):
 def gradient(t, items):
     """Gradients of one update and its metrics (learning rate 0, no clipping of the norm)."""
     taken = {}
-    t.optimizer.register_step_pre_hook(
+    t.learner.optimizer.register_step_pre_hook(
         lambda *_: taken.update({n: p.grad.clone() for n, p in t.policy.module.named_parameters()})
     )
     return taken, t.update(items)
@@ -99,16 +99,20 @@ def plain_gradient(t, module, rollouts, rewards, shift=None, reference=None):
         logp = senior_logprob(module, r, args.temperature)
         if len(logp) == 0:
             continue
-        ratio = (logp - logp.detach()).exp()
-        if shift is not None:
-            ratio = ratio * torch.from_numpy(shift[k][r.author == 0]).exp()
-        high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-        token = -torch.minimum(ratio * advantage, ratio.clamp(1 - args.epsilon, 1 + high) * advantage)
+        drift = logp - logp.detach() + (0 if shift is None else torch.from_numpy(shift[k][r.author == 0]))
+        if args.importance_sampling_level == "sequence":
+            drift = drift.mean().expand_as(logp)
+        ratio, high = drift.exp(), args.epsilon if args.epsilon_high is None else args.epsilon_high
+        if args.loss_type == "cispo":
+            token = -ratio.detach().clamp(max=high) * advantage * logp
+        else:
+            bound = ratio.clamp(max=float("inf") if args.delta is None else args.delta)
+            token = -torch.minimum(bound * advantage, ratio.clamp(1 - args.epsilon, 1 + high) * advantage)
         if args.beta:
             with torch.no_grad():
                 ref = senior_logprob(reference, r, args.temperature)
             token = token + args.beta * ((ref - logp).exp() - (ref - logp) - 1)
-        total = total + token.sum() / {"dapo": 1, "grpo": len(token), "dr_grpo": LENGTH}[args.loss_type]
+        total = total + token.sum() / {"grpo": len(token), "dr_grpo": LENGTH}.get(args.loss_type, 1)
     module.zero_grad()
     (total / plain_denominator(t, rollouts, rewards)).backward()
     return {n: p.grad for n, p in module.named_parameters()}
@@ -200,6 +204,40 @@ def test_each_side_is_clipped_at_its_own_epsilon(tmp_path, epsilon_high):
     assert row["clip_ratio/low_mean"] == pytest.approx((~good & (senior < 0.8)).mean())
     assert row["ratio/max"] == pytest.approx(1.5, abs=1e-4)
     assert_same(got, plain_gradient(t, pair()["senior"], rollouts, rewards, shift=[np.log(x) for x in ratio]))
+
+
+SURROGATES = [
+    {"importance_sampling_level": "sequence", "epsilon": 0.02, "loss_type": "grpo"},
+    {"loss_type": "cispo", "epsilon_high": 1.2},
+    {"delta": 1.4, "epsilon": 0.15},
+]
+
+
+@pytest.mark.parametrize("changes", SURROGATES, ids=["gspo", "cispo", "dual clip"])
+def test_every_surrogate_equals_its_plain_loop(tmp_path, changes):
+    """Ratios 0.7 .. 1.5 by hand: GSPO's one ratio a rollout, CISPO's constant weight, the second clip of delta."""
+    t = trainer(tmp_path, micro_batch_tokens=60, **changes)
+    rollouts, rewards = batch(t)
+    items, rng = items_of(t, rollouts, rewards), np.random.default_rng(1)
+    shift = [np.log(rng.choice([0.7, 0.9, 1.1, 1.3, 1.5], len(r.ids))).astype(np.float32) for r in rollouts]
+    for item, x in zip(items, shift, strict=True):
+        item.old_logprob = item.old_logprob - x
+    got, row = gradient(t, items)
+    assert "entropy" in row and (row["clip_ratio/dual_mean"] > 0.1 if "delta" in changes else True)
+    assert 0.02 < row["clip_ratio/region_mean"] < 0.98
+    assert_same(got, plain_gradient(t, pair()["senior"], rollouts, rewards, shift=shift))
+
+
+def test_settings_of_the_surrogate_are_checked():
+    for changes, message in (
+        ({"importance_sampling_level": "word"}, "importance_sampling_level: got 'word', need token or sequence"),
+        ({"delta": 1.0}, "delta: got 1.0, need None or > 1"),
+        ({"loss_type": "cispo"}, "epsilon_high: got None, need > 0 with loss_type 'cispo', the largest ratio"),
+        ({"loss_type": "cispo", "epsilon_high": 2.0, "delta": 3.0}, "delta: got 3.0, need None with loss_type 'cispo'"),
+        ({"loss_type": "ppo"}, "loss_type: got 'ppo', need dapo or grpo or dr_grpo or cispo"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fc.GRPOConfig(**changes)
 
 
 @pytest.mark.parametrize("scale", ["group", "none"])

@@ -49,11 +49,11 @@ def prepared(t):
 def gradients(t, items):
     """Gradients of one update, before clipping, with the weights left alone."""
     taken = {}
-    t.optimizer.register_step_pre_hook(
+    t.learner.optimizer.register_step_pre_hook(
         lambda *_: taken.update({n: p.grad.clone() for n, p in t.policy.module.named_parameters()})
     )
-    t.args = dataclasses.replace(t.args, max_grad_norm=0.0)
-    for group in t.optimizer.param_groups:
+    t.learner.args = dataclasses.replace(t.args, max_grad_norm=0.0)
+    for group in t.learner.optimizer.param_groups:
         group["lr"] = 0.0
     t.update(items)
     return taken
