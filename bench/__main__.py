@@ -1,25 +1,35 @@
-"""The command: ``python -m fastcollab.bench [rollout|handoff|all] [--out JSON] [--quick]``."""
+"""The command: ``python -m fastcollab.bench [ops|rollout|handoff|kernels|all]``; all: the three that measure."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
-from fastcollab.bench import handoff, harness, rollout
+import torch
+
+from fastcollab.bench import handoff, harness, kernels, ops, rollout
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fastcollab.bench", description="Claims, beside their baselines.")
-    parser.add_argument("what", nargs="?", default="all", choices=["rollout", "handoff", "all"])
-    parser.add_argument("--out", type=Path, help="JSON file; default: bench/results/<machine>.json")
-    parser.add_argument("--quick", action="store_true", help="batches 1 and 8 only")
+    parser.add_argument("what", nargs="?", default="all", choices=["ops", "rollout", "handoff", "kernels", "all"])
+    parser.add_argument("--out", type=Path, help="JSON file; default: bench/results/<device>.json (or kernels.json)")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer batches")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--only", default="", help="ops: cases whose name and sizes contain this text")
     args = parser.parse_args(arguments)
-    path = args.out or harness.default_path()
+    if args.what == "kernels":
+        return kernels.run(args.out)
+    path = args.out or harness.default_path(args.device)
+    if args.what in ("ops", "all"):
+        ops.run(path, args.quick, args.device, args.only)
     for name, bench in (("rollout", rollout), ("handoff", handoff)):
         if args.what in (name, "all"):
-            bench.run(path, args.quick)
+            bench.run(path, args.quick, args.device)
     print(f"\nwritten to {path}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -115,9 +115,9 @@ def show(lines: list[dict[str, Any]]) -> str:
     return table(["hand-off", "ms", "decode ms", "÷ decode step", "by CPU time", "÷ lag steps", "÷ floor"], cells)
 
 
-def run(path: Path, quick: bool = False) -> None:
+def run(path: Path, quick: bool = False, device: str = "cpu") -> None:
     """Prints the latency table and writes the section ``handoff``."""
-    floors, pair = measure_floors(), rollout.pair()
+    floors, pair = measure_floors(device), rollout.pair(device)
     print(headline(floors), flush=True)
     engine = rollout.engine_of(pair)
     lines = [line for rows in (ROWS[:2] if quick else ROWS) for line in run_rows(engine, pair, rows, floors)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import platform
@@ -9,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,8 +39,24 @@ class Timing:
         return {"wall_s": self.wall, "cpu_s": self.cpu, "walls_s": self.walls}
 
 
-def interleave(variants: Mapping[str, Callable[[], Any]], rounds: int,
-               most_s: float = float("inf")) -> dict[str, Timing]:  # fmt: skip
+def timed(call: Callable[[], Any], device: torch.device | str = "cpu") -> tuple[float, float]:
+    """Seconds of one call, by the clock (on a GPU by its events) and of CPU time."""
+    if torch.device(device).type != "cuda":
+        cpu, wall = time.process_time(), time.perf_counter()
+        call()
+        return time.perf_counter() - wall, time.process_time() - cpu
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    cpu = time.process_time()
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize(device)
+    return begin.elapsed_time(end) / 1e3, time.process_time() - cpu
+
+
+def interleave(variants: Mapping[str, Callable[[], Any]], rounds: int, most_s: float = float("inf"),
+               device: torch.device | str = "cpu") -> dict[str, Timing]:  # fmt: skip
     """Time every variant once a round, each round starting one variant later, so that drift of the host hits all alike.
 
     Nothing is warmed up here: call each variant once before. A variant that has had ``most_s`` seconds rests, which
@@ -51,41 +70,78 @@ def interleave(variants: Mapping[str, Callable[[], Any]], rounds: int,
             timing = timings[name]
             if sum(timing.walls) >= most_s:
                 continue
-            cpu, wall = time.process_time(), time.perf_counter()
-            variants[name]()
-            timing.walls.append(time.perf_counter() - wall)
-            timing.cpus.append(time.process_time() - cpu)
+            wall, cpu = timed(variants[name], device)
+            timing.walls.append(wall)
+            timing.cpus.append(cpu)
     return timings
+
+
+def extra_memory(call: Callable[[], Any], device: torch.device | str = "cpu") -> int | None:
+    """Most bytes held at once during a call, beyond what was held before and beyond the tensors that it returns.
+
+    On a CPU by the peak of the resident set, which Linux resets on request; None where it does not.
+    """
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = call()
+        torch.cuda.synchronize(device)
+        return max(torch.cuda.max_memory_allocated(device) - before - tensor_bytes(result), 0)
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        return None
+    ctypes.CDLL(None).malloc_trim(0)  # freed pages that glibc keeps would hide what the call takes
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _resident_bytes("VmRSS")
+    result = call()
+    return max(_resident_bytes("VmHWM") - before - tensor_bytes(result), 0)
+
+
+def _resident_bytes(name: str) -> int:
+    return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+
+def tensor_bytes(result: Any) -> int:
+    """Of all tensors in nested tuples, lists and dicts."""
+    if isinstance(result, torch.Tensor):
+        return result.nbytes
+    inner = result.values() if isinstance(result, dict) else result if isinstance(result, (tuple, list)) else ()
+    return sum(map(tensor_bytes, inner))
 
 
 @dataclass(frozen=True)
 class Floors:
-    """What the machine can do at this moment, with torch's current number of threads."""
+    """What the device can do at this moment; a CPU with torch's current number of threads."""
 
-    read_gb_s: float  # DRAM read bandwidth
+    read_gb_s: float  # DRAM read bandwidth; of a GPU the bandwidth of a copy, read and written
     gemm_gflop_s: float  # fp32 matrix product
+    bf16_gflop_s: float = 0.0  # bf16 matrix product; 0: not measured
 
-    def forward_s(self, weight_bytes: float, flops: float) -> float:
+    def forward_s(self, weight_bytes: float, flops: float, dtype: torch.dtype = torch.float32) -> float:
         """Least seconds of one forward: its weights read once, or its arithmetic, whichever takes longer."""
-        return max(weight_bytes / (self.read_gb_s * 1e9), flops / (self.gemm_gflop_s * 1e9))
+        rate = max(self.gemm_gflop_s, self.bf16_gflop_s) if dtype == torch.bfloat16 else self.gemm_gflop_s
+        return max(weight_bytes / (self.read_gb_s * 1e9), flops / (rate * 1e9))
 
 
-def measure_floors(repeats: int = 5) -> Floors:
-    """The best of some reads of 256 MiB (far beyond the caches) and of some fp32 products 1024 x 1024 x 4096."""
-    data = torch.ones(1 << 26)
-    a, b, out = torch.randn(1024, 1024), torch.randn(1024, 4096), torch.empty(1024, 4096)
+def measure_floors(device: torch.device | str = "cpu", repeats: int = 5) -> Floors:
+    """The best of some reads of 256 MiB (far beyond the caches) and of some products; on a GPU larger ones."""
+    is_cuda = torch.device(device).type == "cuda"
+
+    def gemm(dtype: torch.dtype, m: int, k: int, n: int) -> float:
+        a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (k, n)))
+        return 2 * m * k * n / best(partial(torch.mm, a, b, out=a.new_empty(m, n))) / 1e9
 
     def best(call: Callable[[], Any]) -> float:
-        seconds = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - start)
-        return min(seconds)
+        return min(timed(call, device)[0] for _ in range(repeats))
 
-    read = data.nbytes / best(data.sum) / 1e9
-    gemm = 2 * 1024 * 1024 * 4096 / best(lambda: torch.mm(a, b, out=out)) / 1e9
-    return Floors(read, gemm)
+    data = torch.ones(1 << 28 if is_cuda else 1 << 26, device=device)
+    if is_cuda:
+        copy = torch.empty_like(data)
+        sizes = (8192, 8192, 8192)
+        read = 2 * data.nbytes / best(lambda: copy.copy_(data)) / 1e9
+        return Floors(read, gemm(torch.float32, *sizes), gemm(torch.bfloat16, *sizes))
+    return Floors(data.nbytes / best(data.sum) / 1e9, gemm(torch.float32, 1024, 1024, 4096))
 
 
 def cpu_name() -> str:
@@ -98,6 +154,7 @@ def machine() -> dict[str, Any]:
     """What a figure depends on beside the code, and the load of the other processes."""
     return {
         "cpu": cpu_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -111,22 +168,29 @@ def machine() -> dict[str, Any]:
 def headline(floors: Floors) -> str:
     """The machine in a line, its floors, and a warning where other processes hold the cores."""
     m = machine()
+    bf16 = f", {floors.bf16_gflop_s:.0f} in bf16" if floors.bf16_gflop_s else ""
+    devices = f"{m['gpu']}, {m['cpu']}" if m["gpu"] else m["cpu"]
     lines = [
-        f"{m['cpu']}: {m['threads']} threads of {m['cores']}, load {m['load'][0]:.1f}",
+        f"{devices}: {m['threads']} threads of {m['cores']}, load {m['load'][0]:.1f}",
         f"torch {m['torch']}, transformers {m['transformers']}",
-        f"floors: {floors.read_gb_s:.1f} GB/s read, {floors.gemm_gflop_s:.0f} GFLOP/s fp32 product",
+        f"floors: {floors.read_gb_s:.1f} GB/s read, {floors.gemm_gflop_s:.0f} GFLOP/s fp32 product{bf16}",
     ]
     if m["load"][0] > 0.5:
         lines.append("busy machine: threads that wait for one another distort both clocks; try OMP_NUM_THREADS=1")
     return "\n".join(lines)
 
 
-def default_path() -> Path:
-    """``bench/results/<machine>.json`` in a checkout, ``bench-results/<machine>.json`` where it is installed."""
+def results_folder() -> Path:
+    """``bench/results`` in a checkout, ``bench-results`` where the package is installed."""
     here = Path(__file__).resolve().parent
-    folder = here / "results" if (here.parent / "pyproject.toml").exists() else Path("bench-results")
-    name = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", cpu_name().lower())).strip("-")
-    return folder / f"{name}-{os.cpu_count()}.json"
+    return here / "results" if (here.parent / "pyproject.toml").exists() else Path("bench-results")
+
+
+def default_path(device: torch.device | str = "cpu") -> Path:
+    """``<machine>.json`` in the folder of results: the GPU's name, or the CPU's and its number of cores."""
+    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else ""
+    name = name or f"{re.sub(r'[(](r|tm)[)]', '', cpu_name().lower())}-{os.cpu_count()}"
+    return results_folder() / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
 
 
 def save(section: str, result: dict[str, Any], path: Path) -> None:

@@ -16,11 +16,11 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, Stoppi
 Ids = list[list[int]]
 
 
-def left_pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+def left_pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
     """ids and mask int64 [B, L], padded on the left; no mask if no row is padded, which spares the masked SDPA."""
     width = max(map(len, rows))
-    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
     return ids, None if bool(mask.all()) else mask
 
 
@@ -40,8 +40,8 @@ def run_length(author: Sequence[int], start: int) -> int:
 class AtHandOff(StoppingCriteria):
     """Ends each row after its own number of new tokens."""
 
-    def __init__(self, prompt_len: int, counts: Sequence[int]) -> None:
-        self.ends = prompt_len + torch.tensor(counts)
+    def __init__(self, prompt_len: int, counts: Sequence[int], device: torch.device) -> None:
+        self.ends = prompt_len + torch.tensor(counts, device=device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs) -> Tensor:
         return self.ends <= input_ids.shape[1]
@@ -49,9 +49,9 @@ class AtHandOff(StoppingCriteria):
 
 def _generate(model: PreTrainedModel, rows: Ids, counts: Sequence[int], **kwargs) -> Ids:
     """``counts[i]`` greedy tokens after each row, by one call of ``generate``."""
-    ids, mask = left_pad(rows)
+    ids, mask = left_pad(rows, model.device)
     if min(counts) < max(counts):
-        kwargs["stopping_criteria"] = StoppingCriteriaList([AtHandOff(ids.shape[1], counts)])
+        kwargs["stopping_criteria"] = StoppingCriteriaList([AtHandOff(ids.shape[1], counts, model.device)])
     mask = torch.ones_like(ids) if mask is None else mask
     out = model.generate(ids, attention_mask=mask, max_new_tokens=max(counts), do_sample=False, pad_token_id=0,
                          eos_token_id=None, **kwargs)  # fmt: skip
@@ -92,16 +92,17 @@ def lockstep(models: Sequence[PreTrainedModel], prompts: Ids, authors: Sequence[
     ``model(..., logits_to_keep=1)`` would run it for all rows.
     """
     steps = max(map(len, authors))
-    ids, mask = left_pad(prompts)
+    device = models[0].device
+    ids, mask = left_pad(prompts, device)
     width = ids.shape[1]
-    positions = torch.arange(width + steps).expand(len(prompts), -1)
+    positions = torch.arange(width + steps, device=device).expand(len(prompts), -1)
     if mask is not None:
         positions = (positions - (width - mask.sum(1, keepdim=True))).clamp(min=0)
         mask = torch.cat([mask, mask.new_ones(len(prompts), steps)], 1)
     caches = [DynamicCache(config=m.config) for m in models]
-    padded = torch.tensor([list(a) + [0] * (steps - len(a)) for a in authors])
+    padded = torch.tensor([list(a) + [0] * (steps - len(a)) for a in authors], device=device)
     speakers = [[(padded[:, t] == w).nonzero()[:, 0] for w in range(len(models))] for t in range(steps)]
-    written = torch.empty(len(prompts), steps, dtype=torch.int64)
+    written = torch.empty(len(prompts), steps, dtype=torch.int64, device=device)
     start = 0
     for t in range(steps):
         end = width + t

@@ -47,8 +47,8 @@ CASES = (
 )
 
 
-def pair() -> Pair:
-    return {name: models.random_model(seed) for seed, name in enumerate(WRITERS)}
+def pair(device: str = "cpu") -> Pair:
+    return {name: models.random_model(seed).to(device) for seed, name in enumerate(WRITERS)}
 
 
 def engine_of(pair: Pair) -> fc.Engine:
@@ -157,9 +157,9 @@ def show_case(result: dict[str, Any]) -> str:
     return title + table(head, lines)
 
 
-def run(path: Path, quick: bool = False) -> None:
+def run(path: Path, quick: bool = False, device: str = "cpu") -> None:
     """Prints one table a case and writes the section ``rollout``."""
-    floors, both = measure_floors(), pair()
+    floors, both = measure_floors(device), pair(device)
     engine, results = engine_of(both), []
     print(headline(floors), flush=True)
     for case in CASES[:2] if quick else CASES:
