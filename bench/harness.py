@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
 import os
 import platform
@@ -56,11 +55,11 @@ def timed(call: Callable[[], Any], device: torch.device | str = "cpu") -> tuple[
 
 
 def interleave(variants: Mapping[str, Callable[[], Any]], rounds: int, most_s: float = float("inf"),
-               device: torch.device | str = "cpu") -> dict[str, Timing]:  # fmt: skip
+               device: torch.device | str = "cpu", least: int = 1) -> dict[str, Timing]:  # fmt: skip
     """Time every variant once a round, each round starting one variant later, so that drift of the host hits all alike.
 
-    Nothing is warmed up here: call each variant once before. A variant that has had ``most_s`` seconds rests, which
-    bounds the run on a slow or busy machine: each variant takes at most that and one repeat more.
+    Nothing is warmed up here: call each variant once before. A variant that has had ``most_s`` seconds and ``least``
+    repeats rests, which bounds the run on a slow or busy machine.
     """
     timings = {name: Timing() for name in variants}
     names = list(variants)
@@ -68,7 +67,7 @@ def interleave(variants: Mapping[str, Callable[[], Any]], rounds: int, most_s: f
         start = r % len(names)
         for name in names[start:] + names[:start]:
             timing = timings[name]
-            if sum(timing.walls) >= most_s:
+            if sum(timing.walls) >= most_s and len(timing.walls) >= least:
                 continue
             wall, cpu = timed(variants[name], device)
             timing.walls.append(wall)
@@ -81,7 +80,6 @@ def extra_memory(call: Callable[[], Any], device: torch.device | str = "cpu") ->
 
     On a CPU by the peak of the resident set, which Linux resets on request; None where it does not.
     """
-    gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

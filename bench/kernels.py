@@ -78,6 +78,7 @@ def _compile(job: Job) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.errors import TritonError
 
     module, target, index = job
     case = _cases(module, target)[index]
@@ -91,7 +92,7 @@ def _compile(job: Job) -> dict[str, Any]:
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     try:
         compiled = triton.compile(source, target=GPUTarget(*TARGETS[target][0]), options=options)
-    except Exception as error:  # the compiler's own errors have no common type; it fails the run, with its name
+    except (TritonError, RuntimeError) as error:  # RuntimeError: a pass of the compiler failed
         return found | {"error": f"{type(error).__name__}: {error}"}
     read = _amd_resources(compiled.asm["amdgcn"]) if "amdgcn" in compiled.asm else _nvidia_resources(compiled.asm)
     binary = compiled.asm["hsaco" if "hsaco" in compiled.asm else "cubin"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,9 @@ from fastcollab.bench import harness, op_decode, op_train
 from fastcollab.bench.harness import Floors
 from fastcollab.bench.op_cases import CASES, Case, Outputs, Problem
 
-ROUNDS = 50
-MOST_S = 5.0  # for the repeats of one variant; one that takes longer runs twice
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of the truth's largest value
+ROUNDS, LEAST_ROUNDS = 50, 2
+MOST_S = 5.0  # for the repeats of one variant
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the truth's largest value
 BUILDERS = {
     "linear_logprob": op_train.linear_logprob,
     "linear_policy_loss": op_train.linear_policy_loss,
@@ -43,13 +44,13 @@ def absent(op: str) -> str | None:
     return None if hasattr(ops, name) else f"fastcollab.ops has no {name}"
 
 
-def error_of(got: Outputs, want: Outputs) -> float:
-    """The largest difference over the largest value that was wanted (absolute where that is 0), of all outputs."""
-    worst = 0.0
-    for mine, true in zip(got, want, strict=True):
-        if mine is not None:
-            worst = max(worst, _difference(mine, true) / (float(true.abs().max()) or 1.0))
-    return worst
+def error_of(got: Outputs, want: Outputs) -> float | None:
+    """The largest difference over the largest value that was wanted (absolute where that is 0), of all outputs.
+
+    None where nothing is compared.
+    """
+    pairs = [(mine, true) for mine, true in zip(got, want, strict=True) if mine is not None]
+    return max((_difference(mine, true) / (float(true.abs().max()) or 1.0) for mine, true in pairs), default=None)
 
 
 def _difference(got: Tensor, want: Tensor) -> float:
@@ -58,7 +59,7 @@ def _difference(got: Tensor, want: Tensor) -> float:
     return float((got.to(want.dtype) - want).abs().max())
 
 
-def check(problem: Problem) -> dict[str, float]:
+def check(problem: Problem) -> dict[str, float | None]:
     """Call every variant once, which also warms it up, and compare it with the truth: the errors by name.
 
     Raises: RuntimeError for a variant that is wrong.
@@ -73,21 +74,18 @@ def check(problem: Problem) -> dict[str, float]:
             problem.absent[name] = "out of memory"
             del problem.calls[name]
             continue
-        if not errors[name] <= tolerance:
+        if errors[name] is not None and not errors[name] <= tolerance:
             where = f"{problem.case.op} {problem.phase}, {problem.case.label}"
             raise RuntimeError(f"{name}: got an error of {errors[name]:.2g} in {where}, need <= {tolerance:g}")
     return errors
 
 
-def measure(problem: Problem, floors: Floors, device: torch.device, most_s: float = MOST_S) -> dict[str, Any]:
+def measure(problem: Problem, floors: Floors, device: torch.device, most_s: float) -> dict[str, Any]:
     """Check, then memory, then time, interleaved."""
     errors = check(problem)
+    gc.collect()
     memory = {name: harness.extra_memory(call, device) for name, call in problem.calls.items()}
-    timings = harness.interleave(problem.calls, 2, device=device)
-    more = {name: call for name, call in problem.calls.items() if sum(timings[name].walls) < most_s}
-    for name, timing in harness.interleave(more, ROUNDS - 2, most_s, device).items():
-        timings[name].walls += timing.walls
-        timings[name].cpus += timing.cpus
+    timings = harness.interleave(problem.calls, ROUNDS, most_s, device, LEAST_ROUNDS)
     first = timings[next(iter(problem.calls))]
     least = floors.forward_s(problem.bytes, problem.flops, problem.case.dtype)
     return {
@@ -122,8 +120,9 @@ def show(result: dict[str, Any]) -> str:
     for name, v in result["variants"].items():
         extra = "-" if v["extra_bytes"] is None else f"{v['extra_bytes'] / 2**20:.0f}"
         rate = f"{v['gflop_s']:.0f}" if result["flops"] else "-"
+        error = "-" if v["error"] is None else f"{v['error']:.0e}"
         numbers = [f"{v['wall_s'] * 1e3:.3f}", f"{v['gb_s']:.1f}", rate, extra]
-        numbers += [f"{v['ours_x']:.2f}", f"{v['ours_cpu_x']:.2f}", f"{v['floor_x']:.2f}", f"{v['error']:.0e}"]
+        numbers += [f"{v['ours_x']:.2f}", f"{v['ours_cpu_x']:.2f}", f"{v['floor_x']:.2f}", error]
         lines.append([name, *numbers, str(v["runs"])])
     head = ["variant", "ms", "GB/s", "GFLOP/s", "extra MiB", "× ours", "by CPU time", "÷ floor", "error", "runs"]
     absent = "".join(f"\n{name}: {reason}" for name, reason in result["absent"].items())
@@ -145,7 +144,7 @@ def run(path: Path, quick: bool = False, device: torch.device | str = "cpu", onl
             print(f"\n{case.op}: skipped, {reason}")
             continue
         for problem in problems(case, device):
-            results.append(measure(problem, floors, device))
+            results.append(measure(problem, floors, device, MOST_S))
             print(show(results[-1]), flush=True)
             harness.save("ops", {"floors": vars(floors), "problems": _merged(path, results, only)}, path)
 

@@ -135,6 +135,7 @@ def test_interleave_counts_rounds_and_rests_slow_variants():
     assert calls == ["a", "b", "slow", "b", "a", "a", "b"]
     assert [len(timings[k].walls) for k in variants] == [3, 3, 1]
     assert timings["slow"].wall >= 0.02 > timings["slow"].cpu
+    assert len(harness.interleave({"slow": variants["slow"]}, 3, most_s=0.01, least=2)["slow"].walls) == 2
 
 
 def test_timing_is_the_median():
@@ -146,6 +147,23 @@ def test_floor_is_the_longer_of_bytes_and_flops():
     floors = harness.Floors(read_gb_s=10, gemm_gflop_s=100)
     assert floors.forward_s(1e10, 1e9) == pytest.approx(1.0)
     assert floors.forward_s(1e9, 1e12) == pytest.approx(10.0)
+    tensor_cores = harness.Floors(read_gb_s=10, gemm_gflop_s=100, bf16_gflop_s=1000)
+    assert tensor_cores.forward_s(1e9, 1e12, torch.bfloat16) == pytest.approx(1.0)
+    assert tensor_cores.forward_s(1e9, 1e12) == pytest.approx(10.0)
+
+
+def test_floors_are_measured():
+    floors = harness.measure_floors(repeats=1)
+    assert 0.1 < floors.read_gb_s < 1e4 and 0.1 < floors.gemm_gflop_s < 1e6 and floors.bf16_gflop_s == 0
+
+
+def test_results_are_named_after_the_device(monkeypatch):
+    monkeypatch.setattr(harness, "cpu_name", lambda: "Intel(R) Xeon(R) CPU @ 2.20GHz")
+    monkeypatch.setattr(harness.os, "cpu_count", lambda: 4)
+    assert harness.default_path().name == "intel-xeon-cpu-2-20ghz-4.json"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert harness.default_path("cuda").name == "nvidia-h200.json"
+    assert harness.default_path().parent.name in ("results", "bench-results")
 
 
 def test_headline_names_floors_and_warns_on_a_busy_machine(monkeypatch):
