@@ -2,7 +2,7 @@
 # make test   set up and run the test suite (ARGS="-k engine -x" are passed to pytest)
 # make lint   ruff and clang-format
 # make wheel  build dist/*.whl
-# make gpu    on a machine with an NVIDIA GPU: build, the whole suite, the benchmarks
+# make gpu    on a machine with an NVIDIA GPU: build, the whole suite on it, the benchmarks: bench/results/<gpu>.json
 # make clean  remove what was built, .venv included
 
 PYTHON ?= python3
@@ -13,6 +13,7 @@ TORCH := torch==2.13.0
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 BUILD := "setuptools>=77" wheel "pybind11>=2.13" ninja numpy
 LINTERS := ruff==0.17.6 clang-format==23.1.5 build
+PEERS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 COMPILED := pyproject.toml setup.py $(shell find csrc -type f)
 HAS_GPU := nvidia-smi -L >/dev/null 2>&1
 HAS_CUDA_TORCH := $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
@@ -40,8 +41,10 @@ gpu:
 	@$(HAS_GPU) || { echo "make gpu: nvidia-smi finds no NVIDIA GPU on this machine, need one" >&2; exit 2; }
 	@$(MAKE) --no-print-directory install
 	$(BIN)/fastcollab env
-	$(BIN)/pytest -q $(ARGS)
-	$(BIN)/fastcollab bench
+	@$(BIN)/python -c 'import torch; torch.zeros(1, device="cuda")'
+	env -u TRITON_INTERPRET $(BIN)/pytest -q $(ARGS)
+	@$(PIP) install --no-deps $(PEERS) || echo "make gpu: measured without $(PEERS)" >&2
+	$(BIN)/fastcollab bench all --device cuda
 
 clean:
 	rm -rf $(VENV) build dist build.log *.egg-info fastcollab/*.so .pytest_cache .ruff_cache .benchmarks

@@ -144,13 +144,13 @@ def keys(modules: Sequence[str] | None = None, targets: Sequence[str] = tuple(TA
 
 
 def compile_all(modules: Sequence[str] | None = None, targets: Sequence[str] = tuple(TARGETS),
-                processes: int = 2) -> list[dict[str, Any]]:  # fmt: skip
+                processes: int | None = None) -> list[dict[str, Any]]:  # fmt: skip
     """One entry a compilation, in the order of ``keys``: with ``error`` where it failed.
 
     Raises: RuntimeError where a compiler crashed and took its process with it.
     """
     pairs = [(module, target) for module in modules or kernel_modules() for target in targets]
-    with _pool(processes) as pool:
+    with _pool(processes or min(os.cpu_count() or 2, 8)) as pool:
         counts = [len(found) for found in pool.map(_list, pairs)]
         jobs = [(*pair, i) for pair, count in zip(pairs, counts, strict=True) for i in range(count)]
         try:

@@ -1,11 +1,12 @@
-"""The rollout and hand-off benches as pytest-benchmark entries: ``pytest bench``. Not part of ``make test``."""
+"""The benches as pytest-benchmark entries: ``pytest bench``. Not part of ``make test``."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from fastcollab.bench import handoff, rollout
+from fastcollab.bench import handoff, harness, op_cases, ops, rollout
 
 NAMES = (rollout.ENGINE, rollout.DOUBLE, rollout.REPREFILL, rollout.LOCKSTEP, rollout.SOLO)
 
@@ -38,3 +39,17 @@ def test_handoff(benchmark, engine, rows, lag):
     run = benchmark.pedantic(handoff.measure, args=(engine, rows, lag), rounds=1, warmup_rounds=1)
     latency, step = (np.median(spent[:, 0]).item() for spent in run)
     benchmark.extra_info.update(latency_ms=1e3 * latency, decode_steps=latency / step)
+
+
+@pytest.mark.parametrize("case", op_cases.CASES, ids=lambda case: f"{case.op} {case.label}")
+def test_operator(benchmark, case):
+    """Our own variant of the last phase, checked before it is timed; ``python -m fastcollab.bench ops`` compares."""
+    if reason := ops.absent(case.op):
+        pytest.skip(reason)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    *_, problem = ops.problems(case.sized(True), device)
+    benchmark.group = f"{case.op}, {problem.phase}"
+    problem.calls = dict([next(iter(problem.calls.items()))])
+    ops.check(problem)
+    (call,) = problem.calls.values()
+    benchmark.pedantic(lambda: harness.timed(call, device), rounds=3)
