@@ -79,7 +79,7 @@ FC_INLINE void pack_keys(const Rows<P>& rows, const Tile& tile, int64_t offset, 
 
 // Values as rows of Dv rounded to 16: where they lie if that is what they are, else a copy; zeros where there is no
 // key.
-template <class P>
+template <class V, class P>
 FC_INLINE void pack_values(const Rows<P>& rows, const Tile& tile, int64_t offset, int64_t dv, const float* zero,
                            float* out, const float** value) {
   const int64_t width = round_up(dv, 16);
@@ -97,120 +97,141 @@ FC_INLINE void pack_values(const Rows<P>& rows, const Tile& tile, int64_t offset
     }
     float* row = out + key * width;
     int64_t d = 0;
-    for (; d + 16 <= dv; d += 16) store(row + d, load(source + d));
-    if (d < dv) store(row + d, load(source + d, dv - d));
+    for (; d + kLanes<V> <= dv; d += kLanes<V>) write(row + d, read<V>(source + d));
+    for (; d < width; ++d) row[d] = d < dv ? widen(source[d]) : 0.0f;
     value[key] = row;
   }
 }
 
-// score[i][key] = q[i] . k[key] for N queries and 16 M keys; each sum runs over d in order.
-template <int N, int M>
+// score[i][key] = q[i] . k[key] for N queries and M vectors of keys; each sum runs over d in order.
+template <class V, int N, int M>
 FC_INLINE void multiply_keys(const float* q, const float* k, int64_t dk, float* score) {
-  f32x16 sum[N][M];
+  V sum[N][M];
   FC_UNROLL
   for (int i = 0; i < N; ++i) {
     FC_UNROLL
-    for (int j = 0; j < M; ++j) sum[i][j] = f32x16{};
+    for (int j = 0; j < M; ++j) sum[i][j] = V{};
   }
   for (int64_t d = 0; d < dk; ++d) {
     FC_UNROLL
     for (int j = 0; j < M; ++j) {
-      const f32x16 keys = load(k + d * kTile + 16 * j);
+      const V keys = read<V>(k + d * kTile + kLanes<V> * j);
       FC_UNROLL
-      for (int i = 0; i < N; ++i) sum[i][j] = fma(splat(q[i * dk + d]), keys, sum[i][j]);
+      for (int i = 0; i < N; ++i) sum[i][j] = fused(fill<V>(q[i * dk + d]), keys, sum[i][j]);
     }
   }
   FC_UNROLL
   for (int i = 0; i < N; ++i) {
     FC_UNROLL
-    for (int j = 0; j < M; ++j) store(score + i * kTile + 16 * j, sum[i][j]);
+    for (int j = 0; j < M; ++j) write(score + i * kTile + kLanes<V> * j, sum[i][j]);
   }
 }
 
+template <class V, int N>
+FC_INLINE void score_queries(const float* q, const float* k, const Tile& tile, int64_t dk, float* score) {
+  constexpr int64_t two = 2 * kLanes<V>, four = 4 * kLanes<V>;
+  int64_t key = tile.begin;
+  if constexpr (N <= 2) {
+    for (; key + four <= tile.end; key += four) multiply_keys<V, N, 4>(q, k + key, dk, score + key);
+  }
+  for (; key < tile.end; key += two) multiply_keys<V, N, 2>(q, k + key, dk, score + key);
+}
+
+template <class V>
 FC_INLINE void score_tile(const float* q, const float* k, const Tile& tile, int64_t dk, int64_t queries, float* score) {
   int64_t i = 0;
-  for (; i + 4 <= queries; i += 4) {
-    for (int64_t key = tile.begin; key < tile.end; key += 32) {
-      multiply_keys<4, 2>(q + i * dk, k + key, dk, score + i * kTile + key);
-    }
-  }
-  const bool whole = tile.end - tile.begin == kTile;
-  for (; i + 2 <= queries; i += 2) {
-    if (whole) {
-      multiply_keys<2, 4>(q + i * dk, k, dk, score + i * kTile);
-    } else {
-      multiply_keys<2, 2>(q + i * dk, k + tile.begin, dk, score + i * kTile + tile.begin);
-    }
-  }
-  for (; i < queries; ++i) {
-    if (whole) {
-      multiply_keys<1, 4>(q + i * dk, k, dk, score + i * kTile);
-    } else {
-      multiply_keys<1, 2>(q + i * dk, k + tile.begin, dk, score + i * kTile + tile.begin);
-    }
-  }
+  for (; i + 4 <= queries; i += 4) score_queries<V, 4>(q + i * dk, k, tile, dk, score + i * kTile);
+  for (; i + 2 <= queries; i += 2) score_queries<V, 2>(q + i * dk, k, tile, dk, score + i * kTile);
+  for (; i < queries; ++i) score_queries<V, 1>(q + i * dk, k, tile, dk, score + i * kTile);
 }
 
-// acc[i] = alpha[i] * acc[i] + sum over keys of p[i][key] * v[key], for N queries and 16 M columns; keys in order.
-template <int N, int M>
+// acc[i] = alpha[i] * acc[i] + sum over keys of p[i][key] * v[key], for N queries and M vectors of columns; keys in
+// order.
+template <class V, int N, int M>
 FC_INLINE void multiply_values(const float* p, const float* const* value, int64_t column, const Tile& tile,
                                int64_t width, const float* alpha, float* acc) {
-  f32x16 sum[N][M];
+  V sum[N][M];
   FC_UNROLL
   for (int i = 0; i < N; ++i) {
     FC_UNROLL
-    for (int j = 0; j < M; ++j) sum[i][j] = load(acc + i * width + 16 * j) * splat(alpha[i]);
+    for (int j = 0; j < M; ++j) sum[i][j] = read<V>(acc + i * width + kLanes<V> * j) * fill<V>(alpha[i]);
   }
   for (int64_t key = tile.begin; key < tile.end; ++key) {
     FC_UNROLL
     for (int j = 0; j < M; ++j) {
-      const f32x16 v = load(value[key] + column + 16 * j);
+      const V v = read<V>(value[key] + column + kLanes<V> * j);
       FC_UNROLL
-      for (int i = 0; i < N; ++i) sum[i][j] = fma(splat(p[i * kTile + key]), v, sum[i][j]);
+      for (int i = 0; i < N; ++i) sum[i][j] = fused(fill<V>(p[i * kTile + key]), v, sum[i][j]);
     }
   }
   FC_UNROLL
   for (int i = 0; i < N; ++i) {
     FC_UNROLL
-    for (int j = 0; j < M; ++j) store(acc + i * width + 16 * j, sum[i][j]);
+    for (int j = 0; j < M; ++j) write(acc + i * width + kLanes<V> * j, sum[i][j]);
   }
 }
 
-template <int N>
+template <class V, int N>
 FC_INLINE void accumulate(const float* p, const float* const* value, const Tile& tile, int64_t width,
                           const float* alpha, float* acc) {
+  constexpr int64_t four = 4 * kLanes<V>;
   int64_t d = 0;
-  for (; d + 64 <= width; d += 64) multiply_values<N, 4>(p, value, d, tile, width, alpha, acc + d);
-  for (; d < width; d += 16) multiply_values<N, 1>(p, value, d, tile, width, alpha, acc + d);
+  for (; d + four <= width; d += four) multiply_values<V, N, 4>(p, value, d, tile, width, alpha, acc + d);
+  for (; d < width; d += 16) multiply_values<V, N, 16 / kLanes<V>>(p, value, d, tile, width, alpha, acc + d);
 }
+
+// Sixteen running lanes in vectors V, and their sum or maximum by the tree of simd.h.
+template <class V>
+struct Sixteen {
+  V part[16 / kLanes<V>];
+  FC_INLINE f32x16 whole() const {
+    f32x16 v;
+    static_assert(sizeof part == sizeof v);
+    std::memcpy(&v, part, sizeof v);
+    return v;
+  }
+};
 
 // Scores of one query over a tile to weights, in place; updates its running maximum and mass. Returns what the weights
 // of earlier tiles shrink by. Keys low .. high (counted from the tile's start) are visible.
+template <class V>
 FC_INLINE float weigh(const PagedAttention& a, const Tile& tile, int64_t low, int64_t high, float* score, float* top,
                       float* mass) {
-  f32x16 best = splat(-kInfinity);
+  using Index = typename Integers<kLanes<V>>::index;
+  constexpr int parts = 16 / kLanes<V>;
+  Sixteen<V> best, total;
+  FC_UNROLL
+  for (int j = 0; j < parts; ++j) best.part[j] = fill<V>(-kInfinity), total.part[j] = V{};
+  Index lane;
+  for (int i = 0; i < kLanes<V>; ++i) lane[i] = i;
   const bool partial = low > tile.begin || high < tile.end;
-  for (int64_t key = tile.begin; key < tile.end; key += 16) {
-    f32x16 x = load(score + key) * splat(a.scale);
-    if (a.softcap > 0) x = splat(a.softcap) * map<tanh32>(x / splat(a.softcap));
-    if (partial) {
-      const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-      const i32x16 index = lane + static_cast<int32_t>(key);
-      const i32x16 visible = (index >= static_cast<int32_t>(low)) & (index < static_cast<int32_t>(high));
-      x = visible ? x : splat(-kInfinity);
+  for (int64_t start = tile.begin; start < tile.end; start += 16) {
+    FC_UNROLL
+    for (int j = 0; j < parts; ++j) {
+      const int64_t key = start + j * kLanes<V>;
+      V x = read<V>(score + key) * fill<V>(a.scale);
+      if (a.softcap > 0) x = fill<V>(a.softcap) * each<tanh32>(x / fill<V>(a.softcap));
+      if (partial) {
+        const Index index = lane + static_cast<int32_t>(key);
+        const Index visible = (index >= static_cast<int32_t>(low)) & (index < static_cast<int32_t>(high));
+        x = visible ? x : fill<V>(-kInfinity);
+      }
+      write(score + key, x);
+      best.part[j] = best.part[j] > x ? best.part[j] : x;
     }
-    store(score + key, x);
-    best = max(best, x);
   }
-  const float peak = max(best), now = peak > *top ? peak : *top, alpha = exp32(*top - now);
-  f32x16 total = {};
-  for (int64_t key = tile.begin; key < tile.end; key += 16) {
-    const f32x16 p = map<exp32>(load(score + key) - splat(now));
-    store(score + key, p);
-    total += p;
+  const float peak = max(best.whole()), now = peak > *top ? peak : *top, alpha = exp32(*top - now);
+  for (int64_t start = tile.begin; start < tile.end; start += 16) {
+    FC_UNROLL
+    for (int j = 0; j < parts; ++j) {
+      float* at = score + start + j * kLanes<V>;
+      const V p = each<exp32>(read<V>(at) - fill<V>(now));
+      write(at, p);
+      total.part[j] += p;
+    }
   }
   *top = now;
-  *mass = fmaf(*mass, alpha, sum(total));
+  *mass = fmaf(*mass, alpha, sum(total.whole()));
   return alpha;
 }
 

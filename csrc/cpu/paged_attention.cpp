@@ -68,7 +68,7 @@ FC_INLINE void write_output(const PagedAttention& a, const Query& query, const f
   for (int64_t d = 0; d < a.Dv; ++d) target[d] = narrow<T>(acc[d] / mass);
 }
 
-template <class P>
+template <class P, class V>
 FC_INLINE void attend(const PagedAttention& a, const Task& task, const Scratch& s) {
   // queries: of one kv head; position: of the first token
   const int64_t group = a.H / a.Hkv, queries = task.count * group, width = round_up(a.Dv, 16);
@@ -105,19 +105,20 @@ FC_INLINE void attend(const PagedAttention& a, const Task& task, const Scratch& 
       pack_keys(rows, tile, head * a.k_pool_head, a.Dk, reinterpret_cast<const P*>(s.zero), s.k);
       if (streams && h + 1 < task.heads) prefetch(rows.key, tile, (head + 1) * a.k_pool_head, a.Dk);
       if (streams && h + 1 == task.heads) prefetch(next_rows.key, next, task.head * a.k_pool_head, a.Dk);
-      pack_values(rows, tile, head * a.v_pool_head, a.Dv, s.zero, s.v, value);
+      pack_values<V>(rows, tile, head * a.v_pool_head, a.Dv, s.zero, s.v, value);
 
       const int64_t base = h * queries + from, count = to - from;
       float *score = s.score + base * kTile, *acc = s.acc + base * width, *alpha = s.alpha + base;
-      score_tile(s.q + base * a.Dk, s.k, tile, a.Dk, count, score);
+      score_tile<V>(s.q + base * a.Dk, s.k, tile, a.Dk, count, score);
       for (int64_t i = 0; i < count; ++i) {
         const int64_t at = position + (from + i) / group - tile.start;
         const int64_t first = a.first_visible(at + tile.start) - tile.start;
-        alpha[i] = weigh(a, tile, first, at + 1, score + i * kTile, s.top + base + i, s.mass + base + i);
+        alpha[i] = weigh<V>(a, tile, first, at + 1, score + i * kTile, s.top + base + i, s.mass + base + i);
       }
       int64_t i = 0;
-      for (; i + 2 <= count; i += 2) accumulate<2>(score + i * kTile, value, tile, width, alpha + i, acc + i * width);
-      for (; i < count; ++i) accumulate<1>(score + i * kTile, value, tile, width, alpha + i, acc + i * width);
+      for (; i + 2 <= count; i += 2)
+        accumulate<V, 2>(score + i * kTile, value, tile, width, alpha + i, acc + i * width);
+      for (; i < count; ++i) accumulate<V, 1>(score + i * kTile, value, tile, width, alpha + i, acc + i * width);
     }
   }
 
@@ -130,8 +131,9 @@ FC_INLINE void attend(const PagedAttention& a, const Task& task, const Scratch& 
   }
 }
 
-FC_CLONES void attend_float(const PagedAttention& a, const Task& t, const Scratch& s) { attend<float>(a, t, s); }
-FC_CLONES void attend_bf16(const PagedAttention& a, const Task& t, const Scratch& s) { attend<bf16>(a, t, s); }
+using Attend = void(const PagedAttention&, const Task&, const Scratch&);
+FC_VERSIONS(attend_float, (const PagedAttention& a, const Task& t, const Scratch& s), attend<float, V>(a, t, s))
+FC_VERSIONS(attend_bf16, (const PagedAttention& a, const Task& t, const Scratch& s), attend<bf16, V>(a, t, s))
 
 template <class T, class P>
 void append_rows(const T* source, int64_t by_token, int64_t by_head, P* pool, int64_t by_block, int64_t by_slot,
@@ -186,7 +188,8 @@ void check_indices(const PagedAttention& a) {
 void paged_attention(const PagedAttention& a, const Pool& pool) {
   check_indices(a);
   const bool wide = a.type == Type::kFloat32, wide_pool = a.pool_type == Type::kFloat32;
-  const auto attend_task = wide_pool ? attend_float : attend_bf16;
+  Attend *const float_pool = attend_float, *const bf16_pool = attend_bf16;
+  Attend* const attend_task = wide_pool ? float_pool : bf16_pool;
   const auto append_tokens = wide ? (wide_pool ? append<float, float> : append<float, bf16>)
                                   : (wide_pool ? append<bf16, float> : append<bf16, bf16>);
 

@@ -160,4 +160,93 @@ FC_INLINE void transpose(f32x8 (&r)[8]) {
   for (int i = 0; i < 8; ++i) r[i] = t[i];
 }
 
+// Below, V is a vector of 4, 8 or 16 floats: a kernel that keeps many in registers is written over V, since GCC keeps
+// vectors wider than the machine's in memory. FC_VERSIONS(name, (parameters), statements) defines a kernel once per
+// instruction set, each with its widest V, and calls go to the best version. Lanes may not be summed in an order that
+// depends on V.
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+#if __GNUC__ >= 12
+#define FC_TARGETS "arch=x86-64-v4", "arch=x86-64-v3"
+#else
+#define FC_TARGETS "avx512f", "fma"
+#endif
+#define FC_VERSIONS(...) FC_VERSIONS_(FC_TARGETS, __VA_ARGS__)
+#define FC_VERSIONS_(...) FC_VERSIONS__(__VA_ARGS__)
+#define FC_VERSIONS__(v4, v3, name, parameters, ...)          \
+  FC_VERSION("default", f32x4, name, parameters, __VA_ARGS__) \
+  FC_VERSION(v3, f32x8, name, parameters, __VA_ARGS__)        \
+  FC_VERSION(v4, f32x16, name, parameters, __VA_ARGS__)
+#define FC_VERSION(isa, vector, name, parameters, ...) \
+  __attribute__((target(isa))) void name parameters {  \
+    using V = vector;                                  \
+    __VA_ARGS__;                                       \
+  }
+#else
+#define FC_VERSIONS(name, parameters, ...) \
+  void name parameters {                   \
+    using V = f32x4;                       \
+    __VA_ARGS__;                           \
+  }
+#endif
+
+template <class V>
+inline constexpr int kLanes = sizeof(V) / sizeof(float);
+
+template <int lanes>
+struct Integers;
+template <>
+struct Integers<4> {
+  typedef int32_t index __attribute__((vector_size(16)));
+  typedef uint32_t word __attribute__((vector_size(16)));
+  typedef uint16_t half __attribute__((vector_size(8)));
+};
+template <>
+struct Integers<8> {
+  typedef i32x8 index;
+  typedef u32x8 word;
+  typedef u16x8 half;
+};
+template <>
+struct Integers<16> {
+  typedef i32x16 index;
+  typedef u32x16 word;
+  typedef u16x16 half;
+};
+
+template <class V>
+FC_INLINE V fill(float x) {
+  return x - V{};
+}
+template <class V>
+FC_INLINE V read(const float* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class V>
+FC_INLINE V read(const bf16* p) {
+  typename Integers<kLanes<V>>::half half;
+  std::memcpy(&half, p, sizeof half);
+  const auto word = __builtin_convertvector(half, typename Integers<kLanes<V>>::word) << 16;
+  V v;
+  std::memcpy(&v, &word, sizeof v);
+  return v;
+}
+template <class V>
+FC_INLINE void write(float* p, V v) {
+  std::memcpy(p, &v, sizeof v);
+}
+template <class V>
+FC_INLINE V fused(V a, V b, V c) {  // a * b + c, rounded once
+  V r = {};
+  for (int i = 0; i < kLanes<V>; ++i) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return r;
+}
+template <float (*F)(float), class V>
+FC_INLINE V each(V x) {
+  V r = {};
+  for (int i = 0; i < kLanes<V>; ++i) r[i] = F(x[i]);
+  return r;
+}
+
 }  // namespace fc
