@@ -26,7 +26,16 @@ struct Tile {
   bool has(int64_t key) const { return key >= first && key < last; }
 };
 
-// Where the keys and values of a tile lie (head 0).
+// Keys of a tile that are packed and multiplied at once: four vectors of them fill the registers.
+template <class V>
+inline constexpr int64_t kChunk = 4 * kLanes<V>;
+
+struct Chunk {
+  int64_t begin, size;
+};
+
+// Where the keys and values of a tile lie (head 0). Where it has no key, some row of it: fit to be prefetched, not
+// read.
 template <class P>
 struct Rows {
   const P *key[kTile], *value[kTile];
@@ -43,63 +52,57 @@ struct Rows {
         v += a.v_pool_slot;
       }
     }
+    for (int64_t i = 0; i < kTile; ++i) {
+      if (tile.has(i)) continue;
+      key[i] = key[tile.first];
+      value[i] = value[tile.first];
+    }
   }
 };
 
-// Asks for one head's share of the tile's rows, to be read a little later.
+// Rows to be read next: while a chunk is read, as much is asked for here, so that memory never waits for arithmetic.
 template <class P>
-FC_INLINE void prefetch(const P* const* row, const Tile& tile, int64_t offset, int64_t width) {
-  for (int64_t i = tile.first; i < tile.last; ++i) {
-    for (int64_t d = 0; d < width; d += 64 / sizeof(P)) __builtin_prefetch(row[i] + offset + d);
-  }
-}
+struct Ahead {
+  const P* const* row;
+  int64_t offset;
 
-// Keys as columns: out [Dk][kTile], 0 where the tile has no key.
-template <class P>
-FC_INLINE void pack_keys(const Rows<P>& rows, const Tile& tile, int64_t offset, int64_t dk, const P* zero, float* out) {
-  for (int64_t key = tile.begin; key < tile.end; key += 8) {
+  template <int64_t count>
+  FC_INLINE void prefetch(int64_t key, int64_t d) const {
+    const P* at = row[key] + offset + d;
+    FC_UNROLL
+    for (int64_t i = 0; i < count; i += 64 / sizeof(P)) __builtin_prefetch(at + i, 0, 2);
+  }
+};
+
+// Keys as columns: out [Dk][kChunk], 0 where the tile has no key.
+template <class V, class P>
+FC_INLINE void pack_keys(const Rows<P>& rows, const Tile& tile, const Chunk& chunk, int64_t offset, int64_t dk,
+                         const P* zero, const Ahead<P>& ahead, float* out) {
+  constexpr int64_t line = 64 / sizeof(P);
+  for (int64_t key = 0; key < chunk.size; key += 8) {
     const P* source[8];
     FC_UNROLL
-    for (int j = 0; j < 8; ++j) source[j] = tile.has(key + j) ? rows.key[key + j] + offset : zero;
+    for (int j = 0; j < 8; ++j) {
+      const int64_t at = chunk.begin + key + j;
+      source[j] = tile.has(at) ? rows.key[at] + offset : zero;
+    }
     const P *s0 = source[0], *s1 = source[1], *s2 = source[2], *s3 = source[3];
     const P *s4 = source[4], *s5 = source[5], *s6 = source[6], *s7 = source[7];
     int64_t d = 0;
     for (; d + 8 <= dk; d += 8) {
+      if (d % line == 0) {
+        FC_UNROLL
+        for (int j = 0; j < 8; ++j) ahead.template prefetch<line>(key + j, d);
+      }
       f32x8 r[8] = {load8(s0 + d), load8(s1 + d), load8(s2 + d), load8(s3 + d),
                     load8(s4 + d), load8(s5 + d), load8(s6 + d), load8(s7 + d)};
       transpose(r);
       FC_UNROLL
-      for (int j = 0; j < 8; ++j) std::memcpy(out + (d + j) * kTile + key, &r[j], sizeof r[j]);
+      for (int j = 0; j < 8; ++j) std::memcpy(out + (d + j) * kChunk<V> + key, &r[j], sizeof r[j]);
     }
     for (; d < dk; ++d) {
-      for (int j = 0; j < 8; ++j) out[d * kTile + key + j] = widen(source[j][d]);
+      for (int j = 0; j < 8; ++j) out[d * kChunk<V> + key + j] = widen(source[j][d]);
     }
-  }
-}
-
-// Values as rows of Dv rounded to 16: where they lie if that is what they are, else a copy; zeros where there is no
-// key.
-template <class V, class P>
-FC_INLINE void pack_values(const Rows<P>& rows, const Tile& tile, int64_t offset, int64_t dv, const float* zero,
-                           float* out, const float** value) {
-  const int64_t width = round_up(dv, 16);
-  for (int64_t key = tile.begin; key < tile.end; ++key) {
-    if (!tile.has(key)) {
-      value[key] = zero;
-      continue;
-    }
-    const P* source = rows.value[key] + offset;
-    if constexpr (sizeof(P) == sizeof(float)) {
-      if (width == dv) {
-        value[key] = source;
-        continue;
-      }
-    }
-    float* row = out + key * width;
-    int64_t d = 0;
-    for (; d + kLanes<V> <= dv; d += kLanes<V>) write(row + d, read<V>(source + d));
-    for (; d < width; ++d) row[d] = d < dv ? widen(source[d]) : 0.0f;
-    value[key] = row;
   }
 }
 
@@ -115,7 +118,7 @@ FC_INLINE void multiply_keys(const float* q, const float* k, int64_t dk, float* 
   for (int64_t d = 0; d < dk; ++d) {
     FC_UNROLL
     for (int j = 0; j < M; ++j) {
-      const V keys = read<V>(k + d * kTile + kLanes<V> * j);
+      const V keys = read<V>(k + d * kChunk<V> + kLanes<V> * j);
       FC_UNROLL
       for (int i = 0; i < N; ++i) sum[i][j] = fused(fill<V>(q[i * dk + d]), keys, sum[i][j]);
     }
@@ -128,35 +131,34 @@ FC_INLINE void multiply_keys(const float* q, const float* k, int64_t dk, float* 
 }
 
 template <class V, int N>
-FC_INLINE void score_queries(const float* q, const float* k, const Tile& tile, int64_t dk, float* score) {
-  constexpr int64_t two = 2 * kLanes<V>, four = 4 * kLanes<V>;
-  int64_t key = tile.begin;
+FC_INLINE void score_queries(const float* q, const float* k, int64_t keys, int64_t dk, float* score) {
+  int64_t key = 0;
   if constexpr (N <= 2) {
-    for (; key + four <= tile.end; key += four) multiply_keys<V, N, 4>(q, k + key, dk, score + key);
+    for (; key + kChunk<V> <= keys; key += kChunk<V>) multiply_keys<V, N, 4>(q, k + key, dk, score + key);
   }
-  for (; key < tile.end; key += two) multiply_keys<V, N, 2>(q, k + key, dk, score + key);
+  for (; key < keys; key += 2 * kLanes<V>) multiply_keys<V, N, 2>(q, k + key, dk, score + key);
 }
 
 template <class V>
-FC_INLINE void score_tile(const float* q, const float* k, const Tile& tile, int64_t dk, int64_t queries, float* score) {
+FC_INLINE void score_keys(const float* q, const float* k, int64_t keys, int64_t dk, int64_t queries, float* score) {
   int64_t i = 0;
-  for (; i + 4 <= queries; i += 4) score_queries<V, 4>(q + i * dk, k, tile, dk, score + i * kTile);
-  for (; i + 2 <= queries; i += 2) score_queries<V, 2>(q + i * dk, k, tile, dk, score + i * kTile);
-  for (; i < queries; ++i) score_queries<V, 1>(q + i * dk, k, tile, dk, score + i * kTile);
+  for (; i + 4 <= queries; i += 4) score_queries<V, 4>(q + i * dk, k, keys, dk, score + i * kTile);
+  for (; i + 2 <= queries; i += 2) score_queries<V, 2>(q + i * dk, k, keys, dk, score + i * kTile);
+  for (; i < queries; ++i) score_queries<V, 1>(q + i * dk, k, keys, dk, score + i * kTile);
 }
 
-// acc[i] = alpha[i] * acc[i] + sum over keys of p[i][key] * v[key], for N queries and M vectors of columns; keys in
-// order.
-template <class V, int N, int M>
-FC_INLINE void multiply_values(const float* p, const float* const* value, int64_t column, const Tile& tile,
-                               int64_t width, const float* alpha, float* acc) {
+// acc[i] += sum over keys of p[i][key] * v[key] for N queries and M vectors of columns; keys in order.
+template <class V, int N, int M, class S, class P>
+FC_INLINE void multiply_values(const float* p, const S* const* value, int64_t column, int64_t keys, int64_t width,
+                               const Ahead<P>* ahead, float* acc) {
   V sum[N][M];
   FC_UNROLL
   for (int i = 0; i < N; ++i) {
     FC_UNROLL
-    for (int j = 0; j < M; ++j) sum[i][j] = read<V>(acc + i * width + kLanes<V> * j) * fill<V>(alpha[i]);
+    for (int j = 0; j < M; ++j) sum[i][j] = read<V>(acc + i * width + kLanes<V> * j);
   }
-  for (int64_t key = tile.begin; key < tile.end; ++key) {
+  for (int64_t key = 0; key < keys; ++key) {
+    if (ahead) ahead->template prefetch<M * kLanes<V>>(key, column);
     FC_UNROLL
     for (int j = 0; j < M; ++j) {
       const V v = read<V>(value[key] + column + kLanes<V> * j);
@@ -171,13 +173,54 @@ FC_INLINE void multiply_values(const float* p, const float* const* value, int64_
   }
 }
 
-template <class V, int N>
-FC_INLINE void accumulate(const float* p, const float* const* value, const Tile& tile, int64_t width,
-                          const float* alpha, float* acc) {
-  constexpr int64_t four = 4 * kLanes<V>;
+template <class V, int N, class S, class P>
+FC_INLINE void accumulate(const float* p, const S* const* value, int64_t keys, int64_t width, const Ahead<P>* ahead,
+                          float* acc) {
   int64_t d = 0;
-  for (; d + four <= width; d += four) multiply_values<V, N, 4>(p, value, d, tile, width, alpha, acc + d);
-  for (; d < width; d += 16) multiply_values<V, N, 16 / kLanes<V>>(p, value, d, tile, width, alpha, acc + d);
+  for (; d + 4 * kLanes<V> <= width; d += 4 * kLanes<V>) {
+    multiply_values<V, N, 4>(p, value, d, keys, width, ahead, acc + d);
+  }
+  for (; d < width; d += 16) multiply_values<V, N, 16 / kLanes<V>>(p, value, d, keys, width, ahead, acc + d);
+}
+
+template <class V, class S, class P>
+FC_INLINE void accumulate_queries(const float* p, const S* const* value, int64_t keys, int64_t width,
+                                  const Ahead<P>& ahead, int64_t queries, float* acc) {
+  int64_t i = 0;
+  for (; i + 2 <= queries; i += 2) {
+    accumulate<V, 2>(p + i * kTile, value, keys, width, i ? nullptr : &ahead, acc + i * width);
+  }
+  for (; i < queries; ++i) accumulate<V, 1>(p + i * kTile, value, keys, width, i ? nullptr : &ahead, acc + i * width);
+}
+
+// Adds the chunk's weighted values to acc. Rows are read where they lie if that is whole vectors and they need no
+// widening worth keeping, else from a copy [kChunk][Dv rounded to 16]; zeros where the tile has no key.
+template <class V, class P>
+FC_INLINE void add_values(const Rows<P>& rows, const Tile& tile, const Chunk& chunk, int64_t offset, int64_t dv,
+                          const float* zero, const Ahead<P>& ahead, const float* p, int64_t queries, float* copy,
+                          float* acc) {
+  const int64_t width = round_up(dv, 16);
+  if (width == dv && (sizeof(P) == sizeof(float) || queries <= 4)) {
+    const P* value[kTile];
+    for (int64_t key = 0; key < chunk.size; ++key) {
+      const int64_t at = chunk.begin + key;
+      value[key] = tile.has(at) ? rows.value[at] + offset : reinterpret_cast<const P*>(zero);
+    }
+    return accumulate_queries<V>(p, value, chunk.size, width, ahead, queries, acc);
+  }
+  const float* value[kTile];
+  for (int64_t key = 0; key < chunk.size; ++key) {
+    const int64_t at = chunk.begin + key;
+    value[key] = zero;
+    if (!tile.has(at)) continue;
+    const P* source = rows.value[at] + offset;
+    float* row = copy + key * width;
+    value[key] = row;
+    int64_t d = 0;
+    for (; d + kLanes<V> <= dv; d += kLanes<V>) write(row + d, read<V>(source + d));
+    for (; d < width; ++d) row[d] = d < dv ? widen(source[d]) : 0.0f;
+  }
+  accumulate_queries<V>(p, value, chunk.size, width, ahead, queries, acc);
 }
 
 // Sixteen running lanes in vectors V, and their sum or maximum by the tree of simd.h.

@@ -17,7 +17,6 @@ namespace fc {
 namespace {
 
 constexpr int64_t kQueries = 64;      // queries per task (more where one token's group is larger)
-constexpr int64_t kStream = 16;       // queries per head up to which memory, not arithmetic, sets the pace
 constexpr int64_t kInline = 1 << 18;  // multiply-adds below which threads cost more than they save
 
 struct Task {
@@ -27,13 +26,13 @@ struct Task {
 // One worker's buffers, reused by all of its tasks.
 struct Scratch {
   std::unique_ptr<float[], void (*)(float*)> memory;
-  float *q, *k, *v, *score, *acc, *top, *mass, *alpha, *zero;
+  float *q, *k, *v, *score, *acc, *top, *mass, *zero;
 
   Scratch(const PagedAttention& a, int64_t queries)
       : memory(nullptr, [](float* p) { ::operator delete[](p, kAlign); }) {
     const int64_t dk = round_up(a.Dk, 16), dv = round_up(a.Dv, 16), n = round_up(queries, 16),
                   widest = std::max(dk, dv);
-    const int64_t size = n * (dk + kTile + dv + 3) + kTile * (dk + dv) + widest;
+    const int64_t size = n * (dk + kTile + dv + 2) + kTile * (dk + dv) + widest;
     memory.reset(static_cast<float*>(::operator new[](size * sizeof(float), kAlign)));
     q = memory.get();
     k = q + n * dk;
@@ -43,7 +42,6 @@ struct Scratch {
     zero = acc + n * dv;
     top = zero + widest;
     mass = top + n;
-    alpha = mass + n;
     std::fill_n(zero, widest, 0.0f);
   }
   static constexpr std::align_val_t kAlign{64};
@@ -87,38 +85,50 @@ FC_INLINE void attend(const PagedAttention& a, const Task& task, const Scratch& 
   }
 
   const int64_t low = a.first_visible(position), high = position + task.count;
-  const float* value[kTile];
+  const P* zero = reinterpret_cast<const P*>(s.zero);
   Rows<P> rows, next_rows;
   rows.find(a, table, Tile(low / kTile, low, high));
   for (int64_t number = low / kTile; number * kTile < high; ++number, rows = next_rows) {
     const Tile tile(number, low, high), next(number + 1, low, high);
-    next_rows.find(a, table, next);
+    const bool more = (number + 1) * kTile < high;
+    if (more) next_rows.find(a, table, next);
     // queries that see a key of this tile: those at or after its first key, whose window has not passed its last
     int64_t from = std::max<int64_t>(0, tile.start - position), to = task.count;
     while (a.first_visible(position + to - 1) >= tile.start + tile.last) --to;
     from *= group;
-    to *= group;
-    const bool streams = to - from <= kStream;
-    for (int64_t h = 0; h < task.heads; ++h) {
-      const int64_t head = task.head + h;
-      if (streams) prefetch(rows.value, tile, head * a.v_pool_head, a.Dv);
-      pack_keys(rows, tile, head * a.k_pool_head, a.Dk, reinterpret_cast<const P*>(s.zero), s.k);
-      if (streams && h + 1 < task.heads) prefetch(rows.key, tile, (head + 1) * a.k_pool_head, a.Dk);
-      if (streams && h + 1 == task.heads) prefetch(next_rows.key, next, task.head * a.k_pool_head, a.Dk);
-      pack_values<V>(rows, tile, head * a.v_pool_head, a.Dv, s.zero, s.v, value);
+    const int64_t count = to * group - from;
 
-      const int64_t base = h * queries + from, count = to - from;
-      float *score = s.score + base * kTile, *acc = s.acc + base * width, *alpha = s.alpha + base;
-      score_tile<V>(s.q + base * a.Dk, s.k, tile, a.Dk, count, score);
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t at = position + (from + i) / group - tile.start;
-        const int64_t first = a.first_visible(at + tile.start) - tile.start;
-        alpha[i] = weigh<V>(a, tile, first, at + 1, score + i * kTile, s.top + base + i, s.mass + base + i);
+    for (int64_t begin = tile.begin; begin < tile.end; begin += kChunk<V>) {
+      const Chunk chunk{begin, std::min(kChunk<V>, tile.end - begin)};
+      const bool last = begin + kChunk<V> >= tile.end;
+      for (int64_t h = 0; h < task.heads; ++h) {
+        const int64_t head = task.head + h, base = h * queries + from, offset = head * a.k_pool_head;
+        const Ahead<P> ahead = last ? Ahead<P>{rows.value + tile.begin, head * a.v_pool_head}
+                                    : Ahead<P>{rows.key + begin + kChunk<V>, offset};
+        pack_keys<V>(rows, tile, chunk, offset, a.Dk, zero, ahead, s.k);
+        score_keys<V>(s.q + base * a.Dk, s.k, chunk.size, a.Dk, count, s.score + base * kTile + begin);
       }
-      int64_t i = 0;
-      for (; i + 2 <= count; i += 2)
-        accumulate<V, 2>(score + i * kTile, value, tile, width, alpha + i, acc + i * width);
-      for (; i < count; ++i) accumulate<V, 1>(score + i * kTile, value, tile, width, alpha + i, acc + i * width);
+    }
+    for (int64_t h = 0; h < task.heads; ++h) {
+      for (int64_t i = from; i < from + count; ++i) {
+        const int64_t at = h * queries + i, end = position + i / group - tile.start;
+        const int64_t first = a.first_visible(end + tile.start) - tile.start;
+        const float alpha = weigh<V>(a, tile, first, end + 1, s.score + at * kTile, s.top + at, s.mass + at);
+        if (alpha == 1) continue;
+        for (int64_t d = 0; d < width; ++d) s.acc[at * width + d] *= alpha;
+      }
+    }
+    for (int64_t begin = tile.begin; begin < tile.end; begin += kChunk<V>) {
+      const Chunk chunk{begin, std::min(kChunk<V>, tile.end - begin)};
+      const bool last = begin + kChunk<V> >= tile.end;
+      for (int64_t h = 0; h < task.heads; ++h) {
+        const int64_t head = task.head + h, base = h * queries + from, offset = head * a.v_pool_head;
+        const Ahead<P> ahead = !last  ? Ahead<P>{rows.value + begin + kChunk<V>, offset}
+                               : more ? Ahead<P>{next_rows.key, head * a.k_pool_head}
+                                      : Ahead<P>{rows.value + begin, offset};
+        add_values<V>(rows, tile, chunk, offset, a.Dv, s.zero, ahead, s.score + base * kTile + begin, count, s.v,
+                      s.acc + base * width);
+      }
     }
   }
 
