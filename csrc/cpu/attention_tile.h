@@ -118,7 +118,7 @@ FC_INLINE void multiply_keys(const float* q, const float* k, int64_t dk, float* 
   for (int64_t d = 0; d < dk; ++d) {
     FC_UNROLL
     for (int j = 0; j < M; ++j) {
-      const V keys = read<V>(k + d * kChunk<V> + kLanes<V> * j);
+      const V keys = loaded(read<V>(k + d * kChunk<V> + kLanes<V> * j));
       FC_UNROLL
       for (int i = 0; i < N; ++i) sum[i][j] = fused(fill<V>(q[i * dk + d]), keys, sum[i][j]);
     }
@@ -161,7 +161,7 @@ FC_INLINE void multiply_values(const float* p, const S* const* value, int64_t co
     if (ahead) ahead->template prefetch<M * kLanes<V>>(key, column);
     FC_UNROLL
     for (int j = 0; j < M; ++j) {
-      const V v = read<V>(value[key] + column + kLanes<V> * j);
+      const V v = loaded(read<V>(value[key] + column + kLanes<V> * j));
       FC_UNROLL
       for (int i = 0; i < N; ++i) sum[i][j] = fused(fill<V>(p[i * kTile + key]), v, sum[i][j]);
     }
@@ -242,33 +242,35 @@ FC_INLINE float weigh(const PagedAttention& a, const Tile& tile, int64_t low, in
                       float* mass) {
   using Index = typename Integers<kLanes<V>>::index;
   constexpr int parts = 16 / kLanes<V>;
+  const V infinity = fill<V>(kInfinity), scale = fill<V>(a.scale), softcap = fill<V>(a.softcap);
   Sixteen<V> best, total;
   FC_UNROLL
-  for (int j = 0; j < parts; ++j) best.part[j] = fill<V>(-kInfinity), total.part[j] = V{};
+  for (int j = 0; j < parts; ++j) best.part[j] = -infinity, total.part[j] = V{};
   Index lane;
   for (int i = 0; i < kLanes<V>; ++i) lane[i] = i;
-  const bool partial = low > tile.begin || high < tile.end;
+  const bool capped = a.softcap > 0, partial = low > tile.begin || high < tile.end;
   for (int64_t start = tile.begin; start < tile.end; start += 16) {
     FC_UNROLL
     for (int j = 0; j < parts; ++j) {
       const int64_t key = start + j * kLanes<V>;
-      V x = read<V>(score + key) * fill<V>(a.scale);
-      if (a.softcap > 0) x = fill<V>(a.softcap) * each<tanh32>(x / fill<V>(a.softcap));
+      V x = read<V>(score + key) * scale;
+      if (capped) x = softcap * each<tanh32>(x / softcap);
       if (partial) {
         const Index index = lane + static_cast<int32_t>(key);
         const Index visible = (index >= static_cast<int32_t>(low)) & (index < static_cast<int32_t>(high));
-        x = visible ? x : fill<V>(-kInfinity);
+        x = visible ? x : -infinity;
       }
       write(score + key, x);
       best.part[j] = best.part[j] > x ? best.part[j] : x;
     }
   }
   const float peak = max(best.whole()), now = peak > *top ? peak : *top, alpha = exp32(*top - now);
+  const V shift = fill<V>(now);
   for (int64_t start = tile.begin; start < tile.end; start += 16) {
     FC_UNROLL
     for (int j = 0; j < parts; ++j) {
       float* at = score + start + j * kLanes<V>;
-      const V p = each<exp32>(read<V>(at) - fill<V>(now));
+      const V p = exponential(read<V>(at) - shift);
       write(at, p);
       total.part[j] += p;
     }

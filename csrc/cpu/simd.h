@@ -249,4 +249,35 @@ FC_INLINE V each(V x) {
   return r;
 }
 
+// A vector that the compiler may not read from memory a second time, as it does to fold one load into each use.
+template <class V>
+FC_INLINE V loaded(V x) {
+#if defined(__x86_64__) && defined(__GNUC__)
+  asm("" : "+v"(x));
+#endif
+  return x;
+}
+
+// exp32 of every lane, to the same bits; written out, since GCC makes a loop with a branch of each<exp32>.
+template <class V>
+FC_INLINE V exponential(V x) {
+  using Word = typename Integers<kLanes<V>>::word;
+  const V rounder = fill<V>(12582912.0f);
+  const V t = fused(x, fill<V>(1.44269504088896341f), rounder), n = t - rounder;
+  const V r = fused(n, fill<V>(2.12194440e-4f), fused(n, fill<V>(-0.693359375f), x));
+  V y = fill<V>(1.9875691500e-4f);
+  y = fused(y, r, fill<V>(1.3981999507e-3f));
+  y = fused(y, r, fill<V>(8.3334519073e-3f));
+  y = fused(y, r, fill<V>(4.1665795894e-2f));
+  y = fused(y, r, fill<V>(1.6666665459e-1f));
+  y = fused(y, r, fill<V>(5.0000001201e-1f));
+  y = fused(y, r * r, r) + fill<V>(1.0f);
+  Word bits;
+  std::memcpy(&bits, &t, sizeof bits);
+  bits = (bits << 23) + 0x3f800000;
+  V power;
+  std::memcpy(&power, &bits, sizeof power);
+  return x < fill<V>(-87.0f) ? V{} : y * power;
+}
+
 }  // namespace fc
