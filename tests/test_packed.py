@@ -83,6 +83,24 @@ def test_equals_naive_in_value_and_gradient(heads, options):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
 
 
+def test_overlapping_prefixes_of_equal_length_share_a_call():
+    segments = segments_of((0, 6, 0, 0), (6, 3, 0, 4), (9, 4, 1, 4), (13, 1, 2, 4), (15, 2, 0, 4))
+    prefix_parts = [part for part in segments.parts() if not part.is_causal]
+    assert [part.n for part in prefix_parts] == [3]
+    leaves = tensors(17, 4, 2, 5, 5)
+    got, want = (f(*leaves, segments, SCALE) for f in (packed_attention, naive))
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+    upstream = torch.randn(got.shape, generator=torch.Generator().manual_seed(1), dtype=got.dtype)
+    for a, b in zip(*(torch.autograd.grad(x, leaves, upstream) for x in (got, want)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
+
+
+def test_a_group_in_one_piece_copies_nothing():
+    segments = segments_of((0, 99, 0, 0), (99, 4, 0, 99), (103, 4, 0, 99))
+    assert all(isinstance(x, slice) for part in segments.parts() for x in (part.query, part.key, part.rows))
+    assert sorted((part.n, part.is_causal) for part in segments.parts()) == [(1, False), (1, True), (2, True)]
+
+
 def test_shared_prompt_equals_unshared_copies():
     P, G, L = 6, 3, 4
     q, k, v = tensors(P + G * L, 4, 2, 8, 8)
@@ -136,12 +154,17 @@ def test_strided_and_low_precision_inputs():
     want = packed_attention(q, k, v, segments, SCALE)
     strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
     assert torch.equal(packed_attention(*strided, segments, SCALE), want)
-    low = [x.bfloat16() for x in (q, k, v)]
-    for options in ({}, {"softcap": 1.5}):
-        truth = naive(*(x.double() for x in low), segments, SCALE, **options)
+    low = [x.bfloat16().requires_grad_() for x in (q, k, v)]
+    upstream = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for options in ({}, {"softcap": 1.5}, {"window": 4}):
+        wide = [x.detach().double().requires_grad_() for x in low]
+        truth = naive(*wide, segments, SCALE, **options)
         got, plain = (f(*low, segments, SCALE, **options) for f in (packed_attention, naive))
-        assert got.dtype == torch.bfloat16
-        assert (got - truth).abs().max() <= 2 * (plain - truth).abs().max()
+        truths = [truth, *torch.autograd.grad(truth, wide, upstream.double())]
+        gots, plains = ([x, *torch.autograd.grad(x, low, upstream)] for x in (got, plain))
+        for a, b, c in zip(gots, plains, truths, strict=True):
+            assert a.dtype == torch.bfloat16
+            assert (a - c).abs().max() <= 2 * (b - c).abs().max()
 
 
 def test_padding_stays_small_in_few_calls():
