@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <new>
 
 #include "common/types.h"
 
@@ -34,8 +35,19 @@ struct Cut {
   int64_t length(int64_t i) const { return std::min(size, total - i * size); }
 };
 
-using Floats = std::unique_ptr<float[]>;
-inline Floats uninitialised(int64_t n) { return Floats(new float[std::max<int64_t>(n, 1)]); }
+// Floats that begin a cache line.
+struct FreeFloats {
+  static constexpr std::align_val_t kAlign{64};
+  void operator()(float* p) const { ::operator delete[](p, kAlign); }
+};
+using Floats = std::unique_ptr<float[], FreeFloats>;
+inline Floats uninitialised(int64_t n) {
+  return Floats(static_cast<float*>(::operator new[](n * sizeof(float), FreeFloats::kAlign)));
+}
+
+// How far apart rows of n floats lie in a buffer: whole vectors, and one more, since products walk down columns and
+// rows 2^k apart would meet in one cache set.
+inline int64_t row_stride(int64_t n) { return (n + 15) / 16 * 16 + 16; }
 
 // Rows of float32 or bfloat16, `stride` elements apart.
 struct Table {

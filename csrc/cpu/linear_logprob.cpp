@@ -71,7 +71,7 @@ void score_group(const Head& head, const int64_t* target, const int64_t* second,
 
   pool.run(tiles.parts * shares.parts, small, [&](const auto& next) {
     const Widened widened(head, blocks.size, tiles.size);
-    const Floats own = uninitialised(logits ? 0 : blocks.size * tiles.size);
+    const Floats own = uninitialised(logits ? 0 : blocks.size * row_stride(tiles.size));
     for (int64_t task = next(); task >= 0; task = next()) {
       const int64_t tile = task / shares.parts, share = task % shares.parts, v = tiles.begin(tile);
       const Matrix w = head.weight.rows(v, tiles.length(tile), widened.weight.get());
@@ -79,7 +79,7 @@ void score_group(const Head& head, const int64_t* target, const int64_t* second,
         const int64_t first = blocks.begin(b), rows = blocks.length(b);
         const Matrix h = head.h.rows(first, rows, widened.h.get());
         const LogitsTile t{v, rows, w.rows, logits ? logits + first * logits_stride + v : own.get(),
-                           logits ? logits_stride : tiles.size};
+                           logits ? logits_stride : row_stride(tiles.size)};
         gemm(h, w.transposed(), t.z, t.stride);
         to_logits(head, t, s.entropy, s.top1, &sums[first * tiles.parts + tile], tiles.parts);
         for (int64_t i = 0; i < rows; ++i) {
@@ -176,8 +176,9 @@ void linear_logprob_backward(const Head& head, const Upstream& u, const HeadGrad
   float* dh = !out.dh ? nullptr : in_place ? static_cast<float*>(out.dh) : dh_copy.get();
 
   const Cut tiles = vocabulary(head), groups(K, kGroup);
+  const int64_t stride = row_stride(tiles.size);
   const bool dw_wide = head.weight.is_wide();
-  const Floats dz = uninitialised(groups.size * tiles.size),
+  const Floats dz = uninitialised(groups.size * stride),
                dw_copy = uninitialised(out.dw && !dw_wide ? tiles.size * D : 0);
   std::vector<double> db(out.db ? tiles.size : 0);
   for (int64_t i = 0; i < tiles.parts; ++i) {
@@ -188,9 +189,9 @@ void linear_logprob_backward(const Head& head, const Upstream& u, const HeadGrad
     for (int64_t g = 0; g < groups.parts; ++g) {
       const int64_t first = groups.begin(g);
       const Matrix part = h.part(first, groups.length(g));
-      recompute(head, part, row.data() + first, v, cols, dz.get(), tiles.size, pool, gemm);
+      recompute(head, part, row.data() + first, v, cols, dz.get(), stride, pool, gemm);
       add_gradient(head.weight,
-                   {dz.get(), tiles.size, part.rows, v, cols, part, dh ? dh + first * D : nullptr, dw,
+                   {dz.get(), stride, part.rows, v, cols, part, dh ? dh + first * D : nullptr, dw,
                     out.db ? db.data() : nullptr, i == 0, g == 0},
                    pool, gemm);
     }

@@ -80,7 +80,7 @@ void pack_gradient(const Head& head, const RowTile& tile, float* x, int64_t stri
 void linear_policy_loss(const LinearPolicyLoss& a, const HeadGradient& out, double* sums, const Pool& pool,
                         const Gemm& gemm) {
   const Kept kept(a);
-  const int64_t D = a.head.D, V = a.head.V, stride = (V + kLanes - 1) / kLanes * kLanes;
+  const int64_t D = a.head.D, V = a.head.V, stride = row_stride(V);
   const Cut tiles(kept.size(), std::max<int64_t>(16, kLogits / stride / 16 * 16));
   const bool dw_wide = a.head.weight.is_wide();
   const Floats logits = uninitialised(std::min(tiles.size, kept.size()) * stride);

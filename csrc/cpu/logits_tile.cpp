@@ -1,6 +1,7 @@
 #include "cpu/logits_tile.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 
 #include "cpu/simd.h"
@@ -10,40 +11,39 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-FC_INLINE f32x16 finish(const Head& head, f32x16 z) {
-  if (head.softcap > 0) z = splat(head.softcap) * map<tanh32>(z / splat(head.softcap));
-  return head.temperature == 1 ? z : z / splat(head.temperature);
-}
+// Elements of one step. What is done to each is a plain loop over arrays that do not overlap: GCC makes vectors of the
+// machine's width of it, but scalars of exp32 over the lanes of a wider one.
+constexpr int64_t kStep = 64;
 
 // Logits of one row in place, the columns up to whole vectors -inf. Returns the largest.
 FC_INLINE float finish_row(const Head& head, const float* bias, int64_t cols, float* z) {
-  const int64_t whole = cols / kLanes * kLanes;
+  const float cap = head.softcap, temperature = head.temperature;
+  if (bias) {
+    for (int64_t v = 0; v < cols; ++v) z[v] += bias[v];
+  }
+  if (cap > 0) {
+    for (int64_t v = 0; v < cols; ++v) z[v] = cap * tanh32(z[v] / cap);
+  }
+  if (temperature != 1) {
+    for (int64_t v = 0; v < cols; ++v) z[v] /= temperature;
+  }
   f32x16 top = splat(-kInfinity);
-  for (int64_t v = 0; v < whole; v += kLanes) {
-    f32x16 x = load(z + v);
-    if (bias) x += load(bias + v);
-    x = finish(head, x);
-    store(z + v, x);
-    top = max(x, top);
-  }
-  if (whole < cols) {
-    f32x16 x = load(z + whole, cols - whole);
-    if (bias) x += load(bias + whole, cols - whole);
-    x = finish(head, x);
-    for (int64_t i = cols - whole; i < kLanes; ++i) x[i] = -kInfinity;
-    store(z + whole, x);
-    top = max(x, top);
-  }
+  for (int64_t v = cols; v % kVector; ++v) z[v] = -kInfinity;
+  for (int64_t v = 0; v < cols; v += kVector) top = max(load(z + v), top);
   return max(top);
 }
 
 FC_INLINE TileSums sum_row(const float* x, int64_t cols, float top, bool spread) {
-  const f32x16 base = splat(top > -kInfinity ? top : 0.0f);  // without a finite logit all weights are e^-inf = 0
+  const float base = top > -kInfinity ? top : 0.0f;  // without a finite logit all weights are e^-inf = 0
   f32x16 mass = {}, lean = {};
-  for (int64_t v = 0; v < cols; v += kLanes) {
-    const f32x16 below = load(x + v) - base, weight = map<exp32>(below);
-    mass += weight;
-    if (spread) lean += weight > 0 ? weight * below : f32x16{};
+  for (int64_t v = 0; v < cols; v += kStep) {
+    float weight[kStep], leans[kStep];
+    const int64_t n = std::min(kStep, (cols - v + kVector - 1) / kVector * kVector);
+    for (int64_t i = 0; i < n; ++i) weight[i] = exp32(x[v + i] - base);
+    for (int64_t i = 0; i < n; i += kVector) mass += load(weight + i);
+    if (!spread) continue;
+    for (int64_t i = 0; i < n; ++i) leans[i] = weight[i] > 0 ? weight[i] * (x[v + i] - base) : 0.0f;
+    for (int64_t i = 0; i < n; i += kVector) lean += load(leans + i);
   }
   return {top, sum(mass), spread ? sum(lean) : 0.0f, -1};
 }
@@ -62,7 +62,7 @@ FC_CLONES void finish_tile(const Head& head, const LogitsTile& t, bool spread, b
 
 FC_CLONES void differentiate(const Head& head, const LogitsTile& t, const RowGradient* row, const int64_t* source) {
   const float slope = head.softcap > 0 ? head.temperature / head.softcap : 0.0f;  // x to tanh(z / c)
-  const f32x16 slopes = splat(slope), temperature = splat(head.temperature);
+  const float temperature = head.temperature;
   for (int64_t i = 0; i < t.rows; ++i) {
     const RowGradient& r = row[i];
     const float* x = t.z + (source ? source[i] : i) * t.stride;
@@ -71,17 +71,27 @@ FC_CLONES void differentiate(const Head& head, const LogitsTile& t, const RowGra
     const bool inside = hit >= 0 && hit < t.cols;
     const float bend = inside ? 1 - (x[hit] * slope) * (x[hit] * slope) : 0.0f;
     const float high = static_cast<float>(r.lse), low = static_cast<float>(r.lse - high);
-    const f32x16 lse = splat(high), rest = splat(low), g = splat(-r.g_logprob), ge = splat(r.g_entropy),
-                 entropy = splat(r.entropy);
-    const bool with_entropy = r.g_entropy != 0;
-    for (int64_t v = 0; v < t.cols; v += kLanes) {
-      const f32x16 at = load(x + v), log_p = at - lse - rest, p = map<exp32>(log_p);
-      f32x16 d = with_entropy ? p * (g - ge * (log_p + entropy)) : p * g;
-      if (slope > 0) d *= 1.0f - (at * slopes) * (at * slopes);
-      if (head.temperature != 1) d /= temperature;
-      store(dz + v, p > 0 ? d : f32x16{});
+    const float g = r.g_logprob, ge = r.g_entropy, entropy = r.entropy;
+    for (int64_t v = 0; v < t.cols; v += kStep) {
+      float at[kStep], log_p[kStep], p[kStep], d[kStep];
+      const int64_t n = std::min(kStep, (t.cols - v + kVector - 1) / kVector * kVector);
+      std::memcpy(at, x + v, n * sizeof(float));
+      for (int64_t k = 0; k < n; ++k) log_p[k] = at[k] - high - low;
+      for (int64_t k = 0; k < n; ++k) p[k] = exp32(log_p[k]);
+      if (ge == 0) {
+        for (int64_t k = 0; k < n; ++k) d[k] = p[k] * -g;
+      } else {
+        for (int64_t k = 0; k < n; ++k) d[k] = p[k] > 0 ? p[k] * (-g - ge * (log_p[k] + entropy)) : 0.0f;
+      }
+      if (slope > 0) {
+        for (int64_t k = 0; k < n; ++k) d[k] *= p[k] > 0 ? 1 - (at[k] * slope) * (at[k] * slope) : 0.0f;
+      }
+      if (temperature != 1) {
+        for (int64_t k = 0; k < n; ++k) d[k] /= temperature;
+      }
+      std::memcpy(dz + v, d, n * sizeof(float));
     }
-    if (inside) dz[hit] += r.g_logprob * bend / head.temperature;
+    if (inside) dz[hit] += g * bend / temperature;
   }
 }
 

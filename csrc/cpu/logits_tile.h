@@ -7,7 +7,7 @@
 
 namespace fc {
 
-constexpr int64_t kLanes = 16;  // a tile's rows have room for whole vectors: columns beyond the last are written
+constexpr int64_t kVector = 16;  // a tile's rows have room for whole vectors: columns beyond the last are written
 
 // One row within one tile: its largest logit, sum of e^(x - top), sum of (x - top) e^(x - top), and where the top is.
 struct TileSums {
