@@ -45,9 +45,12 @@ inline Floats uninitialised(int64_t n) {
   return Floats(static_cast<float*>(::operator new[](n * sizeof(float), FreeFloats::kAlign)));
 }
 
-// How far apart rows of n floats lie in a buffer: whole vectors, and one more, since products walk down columns and
-// rows 2^k apart would meet in one cache set.
-inline int64_t row_stride(int64_t n) { return (n + 15) / 16 * 16 + 16; }
+// How far apart rows of n floats lie in a buffer: whole vectors, but not 2^k floats, since products walk down columns
+// and these would meet in one cache set.
+inline int64_t row_stride(int64_t n) {
+  const int64_t whole = (n + 15) / 16 * 16;
+  return whole % 256 ? whole : whole + 16;
+}
 
 // Rows of float32 or bfloat16, `stride` elements apart.
 struct Table {
