@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cpu/segments.h"
+#include "cpu/simd.h"
 
 namespace fc {
 namespace {

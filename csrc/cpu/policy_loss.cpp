@@ -1,4 +1,4 @@
-// Sixteen tokens at a time: fp32 arithmetic, sums over 128 tokens in fp32 lanes, from there on in fp64, blocks merged
+// Eight tokens at a time: fp32 arithmetic, sums over 64 tokens in fp32 lanes, from there on in fp64, blocks merged
 // in order, so that bits depend on no thread.
 #include "cpu/policy_loss.h"
 
@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/segments.h"
+#include "cpu/token_lanes.h"
 
 namespace fc {
 namespace {
@@ -15,212 +16,190 @@ constexpr float kLogRatioCap = 20;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 struct Settings {
-  float low, high, dual, beta;  // bounds of the ratio
+  f32x8 low, high, dual, beta;  // low, high: bounds of the ratio
   int form, kl;                 // kl 0: no reference
-  bool has_dual, sequence;
+  bool has_dual, sequence, penalty;
+  // of an exponent; variables, since GCC compiles a minimum with a constant to a comparison and a blend
+  f32x8 cap, bottom;
+
+  bool is_plain() const { return form == 0 && !has_dual && !sequence && (kl == 0 || (kl == 3 && penalty)); }
 };
 
 Settings settings(const PolicyTerms& t, bool has_ref, bool sequence) {
-  return {static_cast<float>(1 - t.clip_low),
-          static_cast<float>(1 + t.clip_high),
-          static_cast<float>(t.dual_clip),
-          static_cast<float>(t.beta),
-          t.form,
-          has_ref ? t.kl : 0,
-          t.dual_clip > 0 && t.form == 0,
-          sequence};
+  const auto vector = [](double x) { return splat8(static_cast<float>(x)); };
+  Settings s;
+  s.low = vector(1 - t.clip_low), s.high = vector(1 + t.clip_high), s.dual = vector(t.dual_clip);
+  s.beta = vector(t.beta), s.cap = vector(kLogRatioCap), s.bottom = vector(-87);
+  s.form = t.form, s.kl = has_ref ? t.kl : 0;
+  s.has_dual = t.dual_clip > 0 && t.form == 0, s.sequence = sequence, s.penalty = t.beta != 0;
+  return s;
 }
 
-// Sixteen tokens; all is 0 where keep is.
+// Eight tokens; all is 0 where keep is.
 struct Tokens {
-  f32x16 logprob, old, ref, advantage, weight, log_ratio;
-  i32x16 keep = {};
+  f32x8 logprob, old, ref, advantage, weight, log_ratio;
+  i32x8 keep = {};
 };
 
 struct Partial {
-  f32x16 loss = {}, ratio = {}, approx_kl = {}, kl = {};
+  f32x8 loss = {}, ratio = {}, approx_kl = {}, kl = {};
 };
 
 struct Lanes {
-  f64x16 loss = {}, ratio = {}, approx_kl = {}, kl = {};
-  f32x16 least = splat(kInfinity), most = {};
-  i32x16 tokens = {}, low = {}, high = {}, dual = {};
-  f32x16 odd = {};  // NaN where a value was not finite
+  Sums8 loss, ratio, approx_kl, kl;
+  f32x8 least = splat8(kInfinity), most = {};
+  i32x8 low = {}, high = {}, dual = {};
+  f32x8 odd = {};  // not finite if a value was not
 
   FC_INLINE void add(const Partial& p) {
-    loss += __builtin_convertvector(p.loss, f64x16);
-    ratio += __builtin_convertvector(p.ratio, f64x16);
-    approx_kl += __builtin_convertvector(p.approx_kl, f64x16);
-    kl += __builtin_convertvector(p.kl, f64x16);
+    loss.add(p.loss);
+    ratio.add(p.ratio);
+    approx_kl.add(p.approx_kl);
+    kl.add(p.kl);
   }
 };
 
 struct Exponential {
-  f32x16 value, minus_1, k3;  // e^x, e^x - 1 and e^x - 1 - x, each to its own last digits
+  f32x8 value, minus_1, k3;  // e^x, e^x - 1 and e^x - 1 - x, each to its own last digits
 };
 
-// exp32's reduction and polynomial; x <= 20.
-FC_INLINE Exponential exponential(f32x16 x) {
-  const f32x16 bounded = max(x, splat(-87.0f));
-  const f32x16 t = fma(bounded, splat(1.44269504088896341f), splat(12582912.0f));
-  const f32x16 n = t - splat(12582912.0f);
-  const f32x16 r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), bounded));
-  f32x16 y = splat(1.9875691500e-4f);
-  y = fma(y, r, splat(1.3981999507e-3f));
-  y = fma(y, r, splat(8.3334519073e-3f));
-  y = fma(y, r, splat(4.1665795894e-2f));
-  y = fma(y, r, splat(1.6666665459e-1f));
-  y = fma(y, r, splat(5.0000001201e-1f));
-  const f32x16 tail = y * (r * r), minus_1 = fma(y, r * r, r);
-  u32x16 bits;
+// exp32's reduction and coefficients; x <= 20, and below `bottom` e^x is e^bottom.
+FC_INLINE Exponential exponential(f32x8 x, f32x8 bottom) {
+  const f32x8 bounded = max(x, bottom);
+  const f32x8 t = fma(bounded, splat8(1.44269504088896341f), splat8(12582912.0f));
+  const f32x8 n = t - splat8(12582912.0f);
+  const f32x8 r = fma(n, splat8(2.12194440e-4f), fma(n, splat8(-0.693359375f), bounded));
+  const f32x8 r2 = r * r;  // the polynomial in pairs: half the latency
+  const f32x8 c4 = fma(splat8(1.9875691500e-4f), r, splat8(1.3981999507e-3f));
+  const f32x8 c2 = fma(splat8(8.3334519073e-3f), r, splat8(4.1665795894e-2f));
+  const f32x8 c0 = fma(splat8(1.6666665459e-1f), r, splat8(5.0000001201e-1f));
+  const f32x8 tail = fma(fma(c4, r2, c2), r2, c0) * r2, minus_1 = tail + r;
+  u32x8 bits;
   std::memcpy(&bits, &t, sizeof bits);
   bits = (bits << 23) + 0x3f800000u;
-  f32x16 power;
+  f32x8 power;
   std::memcpy(&power, &bits, sizeof power);
   Exponential e;
-  e.value = x < splat(-87.0f) ? splat(0) : power * (minus_1 + splat(1));
-  e.minus_1 = fma(power, minus_1, power - splat(1));
-  e.k3 = n == splat(0) ? tail : e.minus_1 - x;
+  e.value = power * (minus_1 + splat8(1));
+  e.minus_1 = fma(power, minus_1, power - splat8(1));
+  e.k3 = n == splat8(0) ? tail : e.minus_1 - x;
   return e;
 }
 
-FC_INLINE f32x16 where(i32x16 keep, f32x16 x) { return keep ? x : splat(0); }
-FC_INLINE f32x16 min(f32x16 a, f32x16 b) { return a < b ? a : b; }
-
-// Adds the tokens' loss and metrics; returns the gradient of the loss in logprob.
-FC_INLINE f32x16 step(const Settings& s, const Tokens& t, Partial& p, Lanes& l) {
-  const f32x16 zero = {}, A = t.advantage, cap = splat(kLogRatioCap);
-  const f32x16 difference = t.logprob - t.old;
-  const Exponential drift = exponential(min(difference, cap));
-  f32x16 ratio = drift.value, log_ratio = difference;
-  if (s.sequence) {
+// Adds the tokens' loss and metrics; returns the gradient of the loss in logprob. kPlain: the settings are plain, the
+// usual case without its branches.
+template <bool kPlain>
+FC_INLINE f32x8 step(const Settings& s, const Tokens& t, Partial& p, Lanes& l) {
+  const int form = kPlain ? 0 : s.form, kl_kind = kPlain ? 3 : s.kl;
+  const f32x8 zero = {}, A = t.advantage, cap = s.cap;
+  const f32x8 difference = t.logprob - t.old;
+  const Exponential drift = exponential(min(difference, cap), s.bottom);
+  l.odd += difference;
+  f32x8 ratio = drift.value, log_ratio = difference;
+  if (!kPlain && s.sequence) {
     log_ratio = t.log_ratio;
-    ratio = exponential(min(log_ratio, cap)).value;
+    ratio = exponential(min(log_ratio, cap), s.bottom).value;
   }
-  const f32x16 clipped = min(max(ratio, splat(s.low)), splat(s.high));
-  i32x16 low = ratio<splat(s.low), high = ratio> splat(s.high);
-  f32x16 loss, grad;
-  if (s.form == 0) {
+  const f32x8 clipped = min(max(ratio, s.low), s.high);
+  i32x8 low = ratio<s.low, high = ratio> s.high;
+  f32x8 loss, grad;
+  if (form == 0) {
     low &= A<zero, high &= A> zero;
     grad = -(ratio * A);
     loss = -min(ratio * A, clipped * A);
-    i32x16 flat = low | high | (log_ratio > cap);
-    if (s.has_dual) {
-      const f32x16 most = splat(-s.dual) * A;
-      const i32x16 dual = (A < zero) & (loss > most);
+    i32x8 flat = low | high | (log_ratio > cap);
+    if (!kPlain && s.has_dual) {
+      const f32x8 most = -(s.dual * A);
+      const i32x8 dual = (A < zero) & (loss > most);
       loss = dual ? most : loss;
       flat |= dual;
       l.dual += dual;
     }
     grad = flat ? zero : grad;
   } else {
-    grad = s.form == 1 ? -clipped * A : -A;
+    grad = form == 1 ? -clipped * A : -A;
     loss = grad * t.logprob;
   }
-  if (s.form != 2) l.low += low, l.high += high;
+  if (form != 2) l.low += low, l.high += high;
   if (s.kl) {
-    const f32x16 d = t.ref - t.logprob;
-    f32x16 kl = -d, slope = splat(1);
-    if (s.kl == 2) kl = d * d * splat(0.5f), slope = -d;
-    if (s.kl == 3) {
-      const Exponential e = exponential(min(d, cap));
+    const f32x8 d = t.ref - t.logprob;
+    l.odd += d;
+    f32x8 kl = -d, slope = splat8(1);
+    if (kl_kind == 2) kl = d * d * splat8(0.5f), slope = -d;
+    if (kl_kind == 3) {
+      const Exponential e = exponential(min(d, cap), s.bottom);
       kl = e.k3;
       slope = d > cap ? zero : -e.minus_1;
     }
     p.kl += kl;
-    if (s.beta != 0) {
-      loss += splat(s.beta) * kl;
-      grad += splat(s.beta) * slope;
+    if (kPlain || s.penalty) {
+      loss += s.beta * kl;
+      grad += s.beta * slope;
     }
   }
   p.loss += loss * t.weight;
   p.ratio += where(t.keep, ratio);
   p.approx_kl += drift.k3;
-  l.least = min(l.least, t.keep ? ratio : splat(kInfinity));
+  l.least = min(l.least, t.keep ? ratio : splat8(kInfinity));
   l.most = max(l.most, where(t.keep, ratio));
-  l.tokens += t.keep;
   return where(t.keep, grad * t.weight);
-}
-
-// Tokens [0, n) of a source; source.load(i, n, t) fills t, or says that none of the sixteen is kept.
-template <class Source>
-FC_INLINE void walk(const Settings& s, int64_t n, Source& source, float* grad, Lanes& lanes) {
-  for (int64_t i = 0; i < n; i += 128) {
-    Partial partial;
-    for (int64_t j = i; j < std::min(n, i + 128); j += 16) {
-      const int64_t width = std::min<int64_t>(16, n - j);
-      Tokens t;
-      const f32x16 g = source.load(j, width, t) ? step(s, t, partial, lanes) : splat(0);
-      if (width == 16) {
-        store(grad + j, g);
-      } else {
-        store(grad + j, g, width);
-      }
-    }
-    lanes.add(partial);
-  }
 }
 
 struct Given {
   const float *logprob, *old, *ref, *advantage, *weight, *log_ratio;
+  int64_t tokens = 0;
 
-  FC_INLINE bool load(int64_t i, int64_t n, Tokens& t) {
-    for (int64_t k = 0; k < 16; ++k) t.keep[k] = k < n ? -1 : 0;
-    t.logprob = load_part(logprob + i, n);
-    t.old = load_part(old + i, n);
-    t.advantage = load_part(advantage + i, n);
-    t.ref = ref ? load_part(ref + i, n) : splat(0);
-    t.weight = weight ? load_part(weight + i, n) : splat(1);
-    t.log_ratio = log_ratio ? load_part(log_ratio + i, n) : splat(0);
+  FC_INLINE bool load(int64_t i, int64_t n, Tokens& t, Lanes&) {
+    for (int k = 0; k < kLanes; ++k) t.keep[k] = k < n ? -1 : 0;
+    t.logprob = load_tokens(logprob + i, n);
+    t.old = load_tokens(old + i, n);
+    t.advantage = load_tokens(advantage + i, n);
+    t.ref = ref ? load_tokens(ref + i, n) : splat8(0);
+    t.weight = weight ? load_tokens(weight + i, n) : splat8(1);
+    t.log_ratio = log_ratio ? load_tokens(log_ratio + i, n) : splat8(0);
+    tokens += n;
     return true;
   }
 };
 
-struct PerSegment {
-  const float *weight, *log_ratio;            // [S]; null: 1, none
-  std::vector<std::atomic<bool>>& has_token;  // [S]
-};
-
 // Masked tokens with what belongs to their segments looked up, a lookup only where the segment changes.
 struct Masked {
-  const PolicyLoss& a;
-  const PerSegment& segments;
-  int64_t begin;
-  Lanes& lanes;
-  int64_t id = -1;
-  float advantage = 0, weight = 1, log_ratio = 0;
+  const float *logprob, *old, *ref;
+  const bool* mask;
+  const int64_t* segment_ids;
+  int64_t S;
+  const float *advantages, *weights, *log_ratios;  // [S]; weights null: 1, log_ratios null: none
+  std::atomic<bool>* has_token;                    // [S]
+  int64_t id = -1, tokens = 0;
+  f32x8 advantage = {}, weight = splat8(1), log_ratio = {};
 
-  FC_INLINE void enter(int64_t next) {
+  FC_INLINE void enter(int64_t next, Lanes& lanes) {
     id = next;
-    if (static_cast<uint64_t>(id) >= static_cast<uint64_t>(a.S)) {
-      lanes.odd[0] = std::numeric_limits<float>::quiet_NaN();
+    if (static_cast<uint64_t>(id) >= static_cast<uint64_t>(S)) {
+      lanes.odd[0] = kInfinity;
       return;
     }
-    advantage = a.advantage[id];
-    lanes.odd[0] += advantage - advantage;
-    if (segments.weight) weight = segments.weight[id];
-    if (segments.log_ratio) log_ratio = segments.log_ratio[id];
-    segments.has_token[id].store(true, std::memory_order_relaxed);
+    advantage = splat8(advantages[id]);
+    lanes.odd += advantage;
+    if (weights) weight = splat8(weights[id]);
+    if (log_ratios) log_ratio = splat8(log_ratios[id]);
+    has_token[id].store(true, std::memory_order_relaxed);
   }
 
-  FC_INLINE bool load(int64_t i, int64_t n, Tokens& t) {
-    i += begin;
-    if (!any_kept(a.mask + i, n)) return false;
-    t.keep = load_mask(a.mask + i, n);
-    t.logprob = where(t.keep, load_part(a.logprob + i, n));
-    t.old = where(t.keep, load_part(a.old + i, n));
-    t.ref = a.ref ? where(t.keep, load_part(a.ref + i, n)) : splat(0);
-    lanes.odd += (t.logprob - t.logprob) + (t.old - t.old) + (t.ref - t.ref);
-    if (all_are(a.segment_ids + i, n, id)) {
-      t.advantage = splat(advantage), t.weight = splat(weight), t.log_ratio = splat(log_ratio);
-    } else {
-      float each[3][16] = {};
+  FC_INLINE bool load(int64_t i, int64_t n, Tokens& t, Lanes& lanes) {
+    const uint64_t bytes = mask_bytes(mask + i, n);
+    if (!bytes) return false;
+    tokens += __builtin_popcountll(bytes);
+    t.keep = kept(bytes);
+    t.logprob = where(t.keep, load_tokens(logprob + i, n));
+    t.old = where(t.keep, load_tokens(old + i, n));
+    t.ref = ref ? where(t.keep, load_tokens(ref + i, n)) : splat8(0);
+    t.advantage = advantage, t.weight = weight, t.log_ratio = log_ratio;
+    if (!all_are(segment_ids + i, n, id)) {
       for (int64_t k = 0; k < n; ++k) {
-        if (!t.keep[k]) continue;
-        if (a.segment_ids[i + k] != id) enter(a.segment_ids[i + k]);
-        each[0][k] = advantage, each[1][k] = weight, each[2][k] = log_ratio;
+        if (mask[i + k] && segment_ids[i + k] != id) enter(segment_ids[i + k], lanes);
+        t.advantage[k] = advantage[0], t.weight[k] = weight[0], t.log_ratio[k] = log_ratio[0];
       }
-      t.advantage = fc::load(each[0]), t.weight = fc::load(each[1]), t.log_ratio = fc::load(each[2]);
     }
     t.advantage = where(t.keep, t.advantage);
     t.log_ratio = where(t.keep, t.log_ratio);
@@ -228,40 +207,59 @@ struct Masked {
   }
 };
 
-FC_CLONES void walk_given(const Settings& s, int64_t n, Given& source, float* grad, Lanes& lanes) {
-  walk(s, n, source, grad, lanes);
-}
-FC_CLONES void walk_masked(const Settings& s, int64_t n, Masked& source, float* grad, Lanes& lanes) {
-  walk(s, n, source, grad, lanes);
-}
-
-PolicySums fold(const Lanes& l) {
+PolicySums fold(const Lanes& l, int64_t tokens) {
   PolicySums sums;
   double* v = sums.value;
-  for (int i = 0; i < 16; ++i) {
-    v[0] += l.loss[i];
-    v[1] -= l.tokens[i];
-    v[3] += l.ratio[i];
+  v[0] = l.loss.total(), v[3] = l.ratio.total(), v[6] = l.approx_kl.total(), v[11] = l.kl.total();
+  v[1] = static_cast<double>(tokens);
+  for (int i = 0; i < kLanes; ++i) {
     v[4] = std::min<double>(v[4], l.least[i]);
     v[5] = std::max<double>(v[5], l.most[i]);
-    v[6] += l.approx_kl[i];
     v[7] -= l.low[i];
     v[8] -= l.high[i];
     v[10] -= l.dual[i];
-    v[11] += l.kl[i];
   }
   v[9] = v[7] + v[8];  // a token is never clipped at both ends
   return sums;
+}
+
+// Tokens [0, n) of a source; source.load fills t, or says that none of the eight is kept. Adds to sums; false if a
+// value was not finite. Settings and source come by value: in registers, nothing that grad could alias.
+template <bool kPlain, class Source>
+FC_INLINE bool walk(const Settings s, int64_t n, Source source, float* grad, PolicySums& sums) {
+  Lanes lanes;
+  for (int64_t i = 0; i < n; i += 64) {
+    Partial partial;
+    for (int64_t j = i; j < std::min(n, i + 64); j += kLanes) {
+      const int64_t width = std::min(kLanes, n - j);
+      Tokens t;
+      const f32x8 g = source.load(j, width, t, lanes) ? step<kPlain>(s, t, partial, lanes) : splat8(0);
+      store_tokens(grad + j, g, width);
+    }
+    lanes.add(partial);
+  }
+  sums.merge(fold(lanes, source.tokens));
+  return all_finite(lanes.odd);
+}
+FC_CLONES bool walk_given(const Settings& s, int64_t n, const Given& source, float* grad, PolicySums& sums) {
+  return walk<false>(s, n, source, grad, sums);
+}
+FC_CLONES bool walk_given_plain(const Settings& s, int64_t n, const Given& source, float* grad, PolicySums& sums) {
+  return walk<true>(s, n, source, grad, sums);
+}
+FC_CLONES bool walk_masked(const Settings& s, int64_t n, const Masked& source, float* grad, PolicySums& sums) {
+  return walk<false>(s, n, source, grad, sums);
+}
+FC_CLONES bool walk_masked_plain(const Settings& s, int64_t n, const Masked& source, float* grad, PolicySums& sums) {
+  return walk<true>(s, n, source, grad, sums);
 }
 
 }  // namespace
 
 void policy_tokens(const PolicyTerms& terms, int64_t n, const float* logprob, const float* old, const float* ref,
                    const float* advantage, const float* weight, float* grad, PolicySums& sums, const float* log_ratio) {
-  Given source{logprob, old, ref, advantage, weight, log_ratio};
-  Lanes lanes;
-  walk_given(settings(terms, ref, log_ratio), n, source, grad, lanes);
-  sums.merge(fold(lanes));
+  const Settings s = settings(terms, ref, log_ratio);
+  (s.is_plain() ? walk_given_plain : walk_given)(s, n, {logprob, old, ref, advantage, weight, log_ratio}, grad, sums);
 }
 
 PolicySums policy_loss(const PolicyLoss& a, const Pool& pool) {
@@ -281,20 +279,24 @@ PolicySums policy_loss(const PolicyLoss& a, const Pool& pool) {
     }
   }
   std::vector<std::atomic<bool>> has_token(a.S);
-  const PerSegment per_segment{a.per_sequence ? weight.data() : nullptr, a.sequence_ratio ? log_ratio.data() : nullptr,
-                               has_token};
   const Settings s = settings(a.terms, a.ref, a.sequence_ratio);
   std::vector<PolicySums> part(packed.blocks());
   std::atomic<bool> bad{false};
   pool.run(packed.blocks(), a.T <= kInlineTokens, [&](const auto& next) {
     for (int64_t b = next(); b >= 0; b = next()) {
-      const int64_t begin = b * kTokenBlock;
-      Lanes lanes;
-      Masked source{a, per_segment, begin, lanes};
-      walk_masked(s, std::min(kTokenBlock, a.T - begin), source, a.grad + begin, lanes);
-      part[b] = fold(lanes);
-      const float odd = sum(lanes.odd);
-      if (odd != odd) bad = true;
+      const int64_t t = b * kTokenBlock;
+      const Masked source{a.logprob + t,
+                          a.old + t,
+                          a.ref ? a.ref + t : nullptr,
+                          a.mask + t,
+                          a.segment_ids + t,
+                          a.S,
+                          a.advantage,
+                          a.per_sequence ? weight.data() : nullptr,
+                          a.sequence_ratio ? log_ratio.data() : nullptr,
+                          has_token.data()};
+      const auto run = s.is_plain() ? walk_masked_plain : walk_masked;
+      if (!run(s, std::min(kTokenBlock, a.T - t), source, a.grad + t, part[b])) bad = true;
     }
   });
   if (bad) report();

@@ -5,17 +5,10 @@
 #include <stdexcept>
 #include <string>
 
+#include "cpu/token_lanes.h"
+
 namespace fc {
 namespace {
-
-FC_INLINE f64x16 select(i32x16 keep, f32x16 x) { return __builtin_convertvector(keep ? x : splat(0), f64x16); }
-
-FC_INLINE double fold(f64x16 v) {
-  double half[8], total = 0;
-  for (int i = 0; i < 8; ++i) half[i] = v[i] + v[i + 8];
-  for (int i = 0; i < 8; ++i) total += half[i];
-  return total;
-}
 
 struct Block {
   std::vector<SegmentRun>* runs;
@@ -26,31 +19,32 @@ struct Block {
 FC_CLONES void sum_block(const Packed& a, const float* x, const float* y, float floor, int64_t begin, int64_t end,
                          Block& block) {
   SegmentRun run{-1, begin, end, 0, 0};
-  f64x16 total = {};
-  f32x16 odd = {};
-  i32x16 kept = {}, floored = {};
+  Sums8 total;
+  f32x8 odd = {};
+  i32x8 count = {}, floored = {};
   const auto close = [&](int64_t at) __attribute__((always_inline)) {
     run.end = at;
-    run.sum += fold(total);
-    for (int k = 0; k < 16; ++k) run.count -= kept[k];
+    run.sum += total.total();
+    for (int k = 0; k < kLanes; ++k) run.count -= count[k];
     if (run.id >= 0) block.runs->push_back(run);
-    total = f64x16{}, kept = i32x16{};
+    total = {}, count = i32x8{};
   };
-  for (int64_t i = begin; i < end; i += 16) {
-    const int64_t n = std::min<int64_t>(16, end - i);
-    if (!any_kept(a.mask + i, n)) continue;
-    const i32x16 keep = load_mask(a.mask + i, n);
-    f32x16 high = {}, low = {};
+  for (int64_t i = begin; i < end; i += kLanes) {
+    const int64_t n = std::min(kLanes, end - i);
+    const uint64_t bytes = mask_bytes(a.mask + i, n);
+    if (!bytes) continue;
+    const i32x8 keep = kept(bytes);
+    f32x8 high = {}, low = {};
     if (x) {
-      const f32x16 raw = keep ? load_part(x + i, n) : splat(0), other = keep ? load_part(y + i, n) : splat(0);
-      floored -= keep & (raw < splat(floor));
-      high = raw < splat(floor) ? splat(floor) : raw;
-      low = other < splat(floor) ? splat(floor) : other;
-      odd += (high - high) + (low - low);
+      const f32x8 raw = where(keep, load_tokens(x + i, n)), other = where(keep, load_tokens(y + i, n));
+      floored -= keep & (raw < splat8(floor));
+      high = where(keep, raw < splat8(floor) ? splat8(floor) : raw);
+      low = where(keep, other < splat8(floor) ? splat8(floor) : other);
+      odd += high - low;
     }
     if (all_are(a.segment_ids + i, n, run.id)) {
-      total += select(keep, high) - select(keep, low);
-      kept += keep;
+      total.add(high, low);
+      count += keep;
       continue;
     }
     for (int64_t k = 0; k < n; ++k) {
@@ -69,9 +63,8 @@ FC_CLONES void sum_block(const Packed& a, const float* x, const float* y, float 
     }
   }
   close(end);
-  const float nan = sum(odd);
-  block.bad = nan != nan;
-  for (int k = 0; k < 16; ++k) block.floored += floored[k];
+  block.bad = !all_finite(odd);
+  for (int k = 0; k < kLanes; ++k) block.floored += floored[k];
 }
 
 // As Python writes a float.
@@ -135,7 +128,6 @@ void report_bad_tokens(const Packed& a, const std::vector<std::pair<const char*,
                                   values + "}, need finite values under the mask");
     }
   }
-  throw std::logic_error("every token is good");
 }
 
 }  // namespace fc
