@@ -42,20 +42,20 @@ class KnownGradient(torch.autograd.Function):
         return (grad * (upstream / ctx.n)).to(ctx.dtype), None, None, None
 
 
-def _run(op: str, logprob: Tensor, others: tuple[Tensor | None, ...]) -> Any:
+def _run(op: str, *log_probs: Tensor | None) -> Any:
     """The operator's module for these log-probs, or None for the reference; half precision is widened."""
-    given = [logprob.dtype, *[x.dtype for x in others if x is not None]]
-    widened = [torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype for dtype in given]
-    impl, where = choose(op, logprob.device, *widened)
+    wide = any(x is not None and x.dtype == torch.float64 for x in log_probs)
+    impl, where = choose(op, log_probs[0].device, torch.float64 if wide else torch.float32)
     return None if impl == "reference" else where
 
 
-def _floats(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach().to(torch.float32).contiguous()
-
-
-def _named(names: tuple[str, ...], sums: Tensor, left_out: set[str]) -> Metrics:
-    return {name: x for name, x in zip(names, sums.unbind(), strict=True) if name not in left_out}
+def _plain(x: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    """x detached, contiguous and of this dtype; mostly it is, and asking is cheaper than converting."""
+    if x is None:
+        return None
+    x = x.detach() if x.requires_grad else x
+    x = x if x.dtype == dtype else x.to(dtype)
+    return x if x.is_contiguous() else x.contiguous()
 
 
 def policy_loss(
@@ -82,8 +82,7 @@ def policy_loss(
     Computed in fp32, summed in fp64, metrics in fp64. A GPU is not waited for: there a kept value that is not finite,
     or a segment that does not exist, makes the loss NaN instead of raising.
     """
-    others = (old_logprob, ref_logprob)
-    run = _run("policy_loss", logprob, others)
+    run = _run("policy_loss", logprob, old_logprob, ref_logprob)
     if run is None:
         return reference.policy_loss(
             logprob, old_logprob, advantage, mask, segment_ids, clip_low=clip_low, clip_high=clip_high,
@@ -94,15 +93,19 @@ def policy_loss(
     named = {"logprob": logprob, "old_logprob": old_logprob, "ref_logprob": ref_logprob}
     reference.check_shapes(named, advantage, mask, segment_ids)
     sums, grad = run.policy_loss_forward(
-        _floats(logprob), _floats(old_logprob), _floats(ref_logprob), _floats(advantage), mask.contiguous(),
-        segment_ids.to(torch.int64).contiguous(), clip_low, clip_high, dual_clip or 0.0, FORMS[form], RATIOS[ratio],
+        _plain(logprob), _plain(old_logprob), _plain(ref_logprob), _plain(advantage), _plain(mask, torch.bool),
+        _plain(segment_ids, torch.int64), clip_low, clip_high, dual_clip or 0.0, FORMS[form], RATIOS[ratio],
         aggregation == "sequence-mean", beta, KLS[kl],
     )  # fmt: skip
-    left_out = {"loss"} if dual_clip is not None and form == "clip" else {"loss", "token_sum/clip_ratio/dual_mean"}
-    metrics = _named(POLICY_SUMS, sums, left_out if ref_logprob is not None else left_out | {"token_sum/kl"})
+    metrics = dict(zip(POLICY_SUMS, sums.unbind(), strict=True))
+    total = metrics.pop("loss")
+    if dual_clip is None or form != "clip":
+        del metrics["token_sum/clip_ratio/dual_mean"]
+    if ref_logprob is None:
+        del metrics["token_sum/kl"]
     counts = metrics["count/tokens"], metrics["count/segments"], len(advantage)
     n = reference.divisor(aggregation, max_length, denominator, *counts)
-    return KnownGradient.apply(logprob, sums[0], grad, n), metrics
+    return KnownGradient.apply(logprob, total, grad, n), metrics
 
 
 def advantage_regression(
@@ -119,7 +122,7 @@ def advantage_regression(
     denominator: float | Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
     """See :func:`fastcollab.reference.losses.advantage_regression`, which also takes fp64; on a GPU see policy_loss."""
-    run = _run("advantage_regression", logprob, (anchor,))
+    run = _run("advantage_regression", logprob, anchor)
     if run is None:
         return reference.advantage_regression(
             logprob, anchor, advantage, mask, segment_ids, beta, length_norm=length_norm, max_length=max_length,
@@ -128,13 +131,15 @@ def advantage_regression(
     norm = reference.check_regression(beta, length_norm, max_length)
     reference.check_shapes({"logprob": logprob, "anchor": anchor}, advantage, mask, segment_ids)
     sums, grad = run.advantage_regression_forward(
-        _floats(logprob), _floats(anchor), _floats(advantage), mask.contiguous(),
-        segment_ids.to(torch.int64).contiguous(), beta, NORMS[norm], max_length or 0,
-        float("-inf") if floor is None else floor,
+        _plain(logprob), _plain(anchor), _plain(advantage), _plain(mask, torch.bool), _plain(segment_ids, torch.int64),
+        beta, NORMS[norm], max_length or 0, float("-inf") if floor is None else floor,
     )  # fmt: skip
-    metrics = _named(REGRESSION_SUMS, sums, {"loss", "count/floored"} if floor is None else {"loss"})
+    metrics = dict(zip(REGRESSION_SUMS, sums.unbind(), strict=True))
+    total = metrics.pop("loss")
+    if floor is None:
+        del metrics["count/floored"]
     n = reference.at_least_one(denominator, metrics["count/segments"])
-    return KnownGradient.apply(logprob, sums[0], grad, n), metrics
+    return KnownGradient.apply(logprob, total, grad, n), metrics
 
 
 @fake("policy_loss_forward")
