@@ -49,7 +49,7 @@ struct Kept {
   int64_t size() const { return static_cast<int64_t>(token.size()); }
 };
 
-[[noreturn]] void report_bad_logprob(const LinearPolicyLoss& a, int64_t token, float logprob) {
+void report_bad_logprob(const LinearPolicyLoss& a, int64_t token, float logprob) {
   std::vector<float> all(a.tokens.T);
   all[token] = logprob;
   report_bad_tokens(a.tokens, {{"logprob", all.data()}}, -kInfinity);

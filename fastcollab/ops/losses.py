@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fastcollab.config import require
 from fastcollab.ops.dispatch import choose, fake
 from fastcollab.reference import losses as reference
 from fastcollab.reference.losses import Metrics
@@ -32,14 +32,15 @@ class KnownGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logprob: Tensor, total: Tensor, grad: Tensor, n: float | Tensor) -> Tensor:
         ctx.save_for_backward(grad)
-        ctx.n, ctx.dtype = n, logprob.dtype
+        ctx.n = n
         return (total / n).float()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        need = "False: the gradient's own gradient is not known; FASTCOLLAB_IMPL=reference has it"
+        require(not torch.is_grad_enabled(), "create_graph", True, need)
         (grad,) = ctx.saved_tensors
-        return (grad * (upstream / ctx.n)).to(ctx.dtype), None, None, None
+        return grad * (upstream / ctx.n), None, None, None
 
 
 def _run(op: str, *log_probs: Tensor | None) -> Any:
