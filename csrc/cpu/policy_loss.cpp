@@ -170,7 +170,7 @@ struct Masked {
   int64_t S;
   const float *advantages, *weights, *log_ratios;  // [S]; weights null: 1, log_ratios null: none
   std::atomic<bool>* has_token;                    // [S]
-  int64_t id = -1, tokens = 0;
+  int64_t id = -1, tokens = 0;                     // id < 0: no segment yet
   f32x8 advantage = {}, weight = splat8(1), log_ratio = {};
 
   FC_INLINE void enter(int64_t next, Lanes& lanes) {
@@ -195,9 +195,9 @@ struct Masked {
     t.old = where(t.keep, load_tokens(old + i, n));
     t.ref = ref ? where(t.keep, load_tokens(ref + i, n)) : splat8(0);
     t.advantage = advantage, t.weight = weight, t.log_ratio = log_ratio;
-    if (!all_are(segment_ids + i, n, id)) {
+    if (id < 0 || !all_are(segment_ids + i, n, id)) {
       for (int64_t k = 0; k < n; ++k) {
-        if (mask[i + k] && segment_ids[i + k] != id) enter(segment_ids[i + k], lanes);
+        if (mask[i + k] && (id < 0 || segment_ids[i + k] != id)) enter(segment_ids[i + k], lanes);
         t.advantage[k] = advantage[0], t.weight[k] = weight[0], t.log_ratio[k] = log_ratio[0];
       }
     }

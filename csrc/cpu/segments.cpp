@@ -42,7 +42,7 @@ FC_CLONES void sum_block(const Packed& a, const float* x, const float* y, float 
       low = where(keep, other < splat8(floor) ? splat8(floor) : other);
       odd += high - low;
     }
-    if (all_are(a.segment_ids + i, n, run.id)) {
+    if (run.id >= 0 && all_are(a.segment_ids + i, n, run.id)) {
       total.add(high, low);
       count += keep;
       continue;
@@ -50,7 +50,7 @@ FC_CLONES void sum_block(const Packed& a, const float* x, const float* y, float 
     for (int64_t k = 0; k < n; ++k) {
       if (!keep[k]) continue;
       const int64_t id = a.segment_ids[i + k];
-      if (id != run.id) {
+      if (run.id < 0 || id != run.id) {
         close(i + k);
         if (static_cast<uint64_t>(id) >= static_cast<uint64_t>(a.S)) {
           block.bad = true;
