@@ -1,0 +1,193 @@
+"""Tiles of logits: the GEMM, bias, soft cap and temperature that the head's kernels share, their block sizes, and the
+matrix products around them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastcollab.kernels.offline import Case
+
+_GROUP = 16  # row blocks that sweep the vocabulary together: their hidden states stay in L2, a weight tile is read once
+
+
+class Tile(NamedTuple):
+    """Block sizes of one GEMM kernel: rows x vocabulary x width, and how it is launched."""
+
+    rows: int
+    ids: int
+    width: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_of(target: str, dtype: torch.dtype) -> Tile:
+    """Block sizes on ``target`` ("sm_80", "sm_90", "sm_100", "gfx942", "cpu": the interpreter) of a GEMM in ``dtype``.
+
+    16-bit: 32k fp32 accumulators fill half the registers of 256 threads, and the stages fill the shared memory.
+    fp32 has no tensor cores in IEEE precision: the tile is what fits registers.
+    """
+    if target == "cpu":
+        return Tile(16, 32, 16, 1, 1)
+    if dtype == torch.float32:
+        return Tile(64, 128, 16, 8, 2) if target == "gfx942" else Tile(64, 128, 16, 8, 3)
+    return {
+        "sm_80": Tile(128, 256, 32, 8, 4),
+        "gfx942": Tile(128, 256, 32, 8, 2),
+    }.get(target, Tile(128, 256, 64, 8, 4))
+
+
+def target_of(device: torch.device) -> str:
+    """The name of a device's target as in ``tile_of``; an unknown chip takes the nearest older one of its maker."""
+    if device.type == "cpu":
+        return "cpu"
+    if torch.version.hip:
+        return "gfx942"
+    major = torch.cuda.get_device_capability(device)[0]
+    return "sm_100" if major >= 10 else "sm_90" if major == 9 else "sm_80"
+
+
+def compute_dtype(h: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype the GEMMs multiply in: the wider of the two."""
+    return torch.promote_types(h.dtype, weight.dtype)
+
+
+def case(kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int, num_stages: int) -> Case:
+    """An offline compilation: ``types`` of the arguments that are no constants, in any order."""
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    return Case(kernel, signature, constants, num_warps, num_stages)
+
+
+@triton.jit
+def block_of(pid, row_blocks, columns, GROUP: tl.constexpr):
+    """(row block, column) of a program: ``GROUP`` row blocks go through all columns before the next ones start."""
+    group = pid // (GROUP * columns)
+    within = pid % (GROUP * columns)
+    size = tl.minimum(row_blocks - group * GROUP, GROUP)
+    return group * GROUP + within % size, within // size
+
+
+@triton.jit
+def product_tile(h, w, rows, ids, stride_h, stride_w, D: tl.constexpr,
+                 BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """fp32 [BLOCK_N, BLOCK_V] h[rows] w[ids]^T; rows and ids are int64 and in range."""
+    acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    d = tl.arange(0, BLOCK_D)
+    h_at = h + rows[:, None] * stride_h + d[None, :]
+    w_at = w + ids[:, None] * stride_w + d[None, :]
+    for d0 in range(0, D, BLOCK_D):
+        if D % BLOCK_D == 0:
+            a = tl.load(h_at)
+            b = tl.load(w_at)
+        else:
+            a = tl.load(h_at, mask=(d0 + d < D)[None, :], other=0.0)
+            b = tl.load(w_at, mask=(d0 + d < D)[None, :], other=0.0)
+        if h.dtype.element_ty != w.dtype.element_ty:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+        h_at += BLOCK_D
+        w_at += BLOCK_D
+    return acc
+
+
+@triton.jit
+def quarters(z):
+    """z [rows, 4 n] as four [rows, n] of adjacent ids: an epilogue in slices keeps one slice's temporaries in registers,
+    not the tile's."""
+    rows: tl.constexpr = z.shape[0]
+    n: tl.constexpr = z.shape[1] // 4
+    left, right = tl.split(tl.permute(tl.reshape(z, (rows, 2, 2 * n)), (0, 2, 1)))
+    a, b = tl.split(tl.permute(tl.reshape(left, (rows, 2, n)), (0, 2, 1)))
+    c, d = tl.split(tl.permute(tl.reshape(right, (rows, 2, n)), (0, 2, 1)))
+    return a, b, c, d
+
+
+@triton.jit
+def tanh(x):
+    """About 2 ulp: a polynomial (Cephes) near 0, where 1 - 2 / (e^2x + 1) would cancel."""
+    z = x * x
+    y = -5.70498872745e-3 * z + 2.06390887954e-2
+    y = y * z - 5.37397155531e-2
+    y = y * z + 1.33314422036e-1
+    y = y * z - 3.33332819422e-1
+    far = 1 - 2 / (tl.exp(2 * tl.abs(x)) + 1)
+    return tl.where(tl.abs(x) < 0.625, y * z * x + x, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def scaled(z, bias, ids, known, softcap, scale, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
+    """x = cap(z + bias) * scale, for a tile z [rows, ids]; ``known`` says which ids exist, ``scale`` is 1/temperature."""
+    if HAS_BIAS:
+        z += tl.load(bias + ids, mask=known, other=0.0).to(tl.float32)[None, :]
+    if SOFTCAP:
+        z = softcap * tanh(z / softcap)
+    return z * scale
+
+
+@triton.jit
+def merge(peak, mass, spread, x_peak, x_mass, x_spread):
+    """Join two partial softmaxes of the same rows: maximum, sum of e = exp(x - maximum), sum of e (x - maximum)."""
+    joint = tl.maximum(peak, x_peak)
+    base = tl.where(joint == float("-inf"), 0.0, joint)
+    down, x_down = peak - base, x_peak - base
+    a, b = tl.exp(down), tl.exp(x_down)
+    # a part without a finite logit has mass 0 at maximum -inf
+    spread = a * (spread + tl.where(a > 0, down * mass, 0.0)) + b * (x_spread + tl.where(b > 0, x_down * x_mass, 0.0))
+    return joint, a * mass + b * x_mass, spread
+
+
+@triton.jit
+def softmax_part(x, ENTROPY: tl.constexpr):
+    """(maximum, sum of e = exp(x - maximum), sum of e (x - maximum)) over the ids of a tile x [rows, ids]."""
+    peak = tl.max(x, 1)
+    down = x - tl.where(peak == float("-inf"), 0.0, peak)[:, None]
+    e = tl.exp(down)
+    mass = tl.sum(e, 1)
+    spread = tl.sum(tl.where(e > 0, e * down, 0.0), 1) if ENTROPY else mass
+    return peak, mass, spread
+
+
+@triton.jit
+def logit_gradient(x, lse, hit, g, g_entropy, entropy, softcap, scale, ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr):
+    """d(g logprob + g_entropy entropy) / dz for a tile of x = cap(z) * scale; ``hit`` marks the target's logit."""
+    down = x - lse[:, None]
+    p = tl.exp(down)
+    dx = g[:, None] * (tl.where(hit, 1.0, 0.0) - p)
+    if ENTROPY:
+        dx -= tl.where(p > 0, g_entropy[:, None] * p * (down + entropy[:, None]), 0.0)
+    if SOFTCAP:
+        t = x / (softcap * scale)
+        dx *= 1 - t * t
+    return dx * scale
+
+
+def product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a @ b, summed in fp32, rounded once to the dtype of ``out`` (that of a and b, or fp32)."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    elif out.dtype == torch.float32 and a.is_cuda:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+    else:
+        out.copy_(a.float() @ b.float())
+
+
+def accumulate(acc: Tensor, a: Tensor, b: Tensor) -> None:
+    """acc += a @ b in fp32; a and b of one dtype."""
+    if a.dtype != torch.float32 and a.is_cuda:
+        torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)
+    else:
+        acc.addmm_(a.float(), b.float())
+
+
+def require_finite(lse: Tensor, rows: Tensor | None = None, op: str = "linear_logprob") -> None:
+    """ValueError for the first row whose log-sum-exp is NaN or infinite; ``rows``: their numbers where not 0, 1, ..."""
+    bad = ~lse.isfinite()
+    if bad.any():
+        i = int(bad.int().argmax())
+        row = i if rows is None else int(rows[i])
+        raise ValueError(f"{op}, row {row}: got log-sum-exp {lse[i].item()}, need a finite one")
