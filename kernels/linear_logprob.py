@@ -43,7 +43,7 @@ _DZ_BYTES = 64 << 20  # the backward's buffer of logit gradients
 @triton.jit
 def _store_chosen(out, chosen, rows, real, ids, x):
     """out[row] = x at the row's chosen id, by the one program whose tile x [rows, ids] holds that id."""
-    id = tl.load(chosen + rows)
+    id = tl.load(chosen + rows).to(tl.int32)
     here = real & (id >= tl.min(ids, 0)) & (id <= tl.max(ids, 0))
     if tl.max(here.to(tl.int32), 0) > 0:
         tl.store(out + rows, tl.sum(tl.where(ids[None, :] == id[:, None], x, 0.0), 1), mask=here)
@@ -62,16 +62,16 @@ def _forward_kernel(
     at = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
     real = at < N
     rows = tl.minimum(at, N - 1).to(tl.int64)
-    SLICE: tl.constexpr = BLOCK_V // 4
+    SLICE: tl.constexpr = BLOCK_V // 8
     peak = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     mass = tl.zeros((BLOCK_N,), tl.float32)
     spread = tl.zeros((BLOCK_N,), tl.float32)
     top = tl.zeros((BLOCK_N,), tl.int32)
     first = chunk * (TILES * BLOCK_V)
     for v0 in range(first, tl.minimum(first + TILES * BLOCK_V, V), BLOCK_V):
-        safe = tl.minimum(v0 + tl.arange(0, BLOCK_V), V - 1).to(tl.int64)
-        z = quarters(product_tile(h, w, rows, safe, stride_h, stride_w, D, BLOCK_N, BLOCK_V, BLOCK_D))
-        for i in tl.static_range(4):
+        z = product_tile(h, w, row_block * BLOCK_N, v0, N, V, stride_h, stride_w, D, BLOCK_N, BLOCK_V, BLOCK_D)
+        z = quarters(z)
+        for i in tl.static_range(8):
             ids = v0 + i * SLICE + tl.arange(0, SLICE)
             x = scaled(z[i], bias, ids, ids < V, softcap, scale, HAS_BIAS, SOFTCAP)
             x = tl.where((ids < V)[None, :], x, float("-inf"))
@@ -143,20 +143,20 @@ def _gradient_kernel(
     """Row block x tile of the ids first..first+V (w and bias begin there): dz [N, V], db [row blocks, V] sums."""
     row_blocks = tl.cdiv(N, BLOCK_N)
     row_block, column = block_of(tl.program_id(0), row_blocks, tl.cdiv(V, BLOCK_V), GROUP)
-    at = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, id = row_block * BLOCK_N, column * BLOCK_V
+    at = row + tl.arange(0, BLOCK_N)
     rows = tl.minimum(at, N - 1).to(tl.int64)
-    SLICE: tl.constexpr = BLOCK_V // 4
-    safe = tl.minimum(column * BLOCK_V + tl.arange(0, BLOCK_V), V - 1).to(tl.int64)
-    z = quarters(product_tile(h, w, rows, safe, stride_h, stride_w, D, BLOCK_N, BLOCK_V, BLOCK_D))
-    aim = (tl.load(target + rows) - first)[:, None]
+    SLICE: tl.constexpr = BLOCK_V // 8
+    z = quarters(product_tile(h, w, row, id, N, V, stride_h, stride_w, D, BLOCK_N, BLOCK_V, BLOCK_D))
+    aim = (tl.load(target + rows).to(tl.int32) - first)[:, None]
     normal = tl.load(lse + rows)
     g = tl.where(at < N, tl.load(g_logprob + rows), 0.0)
     g_ent, ent = g, g
     if ENTROPY:
         g_ent = tl.where(at < N, tl.load(g_entropy + rows), 0.0)
         ent = tl.load(entropy + rows)
-    for i in tl.static_range(4):
-        ids = column * BLOCK_V + i * SLICE + tl.arange(0, SLICE)
+    for i in tl.static_range(8):
+        ids = id + i * SLICE + tl.arange(0, SLICE)
         x = scaled(z[i], bias, ids, ids < V, softcap, scale, HAS_BIAS, SOFTCAP)
         d = logit_gradient(x, normal, ids[None, :] == aim, g, g_ent, ent, softcap, scale, ENTROPY, SOFTCAP)
         there = (at < N)[:, None] & (ids < V)[None, :]

@@ -36,8 +36,8 @@ def tile_of(target: str, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return Tile(64, 128, 16, 8, 2) if target == "gfx942" else Tile(64, 128, 16, 8, 3)
     return {
-        "sm_80": Tile(128, 256, 32, 8, 4),
-        "gfx942": Tile(128, 256, 32, 8, 2),
+        "sm_80": Tile(128, 128, 64, 8, 4),
+        "gfx942": Tile(128, 128, 64, 8, 2),
     }.get(target, Tile(128, 256, 64, 8, 4))
 
 
@@ -72,39 +72,48 @@ def block_of(pid, row_blocks, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
-def product_tile(h, w, rows, ids, stride_h, stride_w, D: tl.constexpr,
+def product_tile(h, w, row, id, N, V, stride_h, stride_w, D: tl.constexpr,
                  BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """fp32 [BLOCK_N, BLOCK_V] h[rows] w[ids]^T; rows and ids are int64 and in range."""
-    acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    """fp32 [BLOCK_N, BLOCK_V] h[row..] w[id..]^T; rows beyond N and ids beyond V repeat the last one.
+
+    Offsets within the tile are 32-bit, which halves the registers that addresses take; those of its corner are 64-bit.
+    """
     d = tl.arange(0, BLOCK_D)
-    h_at = h + rows[:, None] * stride_h + d[None, :]
-    w_at = w + ids[:, None] * stride_w + d[None, :]
+    h += row.to(tl.int64) * stride_h
+    w += id.to(tl.int64) * stride_w
+    h_at = tl.minimum(tl.arange(0, BLOCK_N), N - 1 - row)[:, None] * stride_h + d[None, :]
+    w_at = tl.minimum(tl.arange(0, BLOCK_V), V - 1 - id)[:, None] * stride_w + d[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     for d0 in range(0, D, BLOCK_D):
         if D % BLOCK_D == 0:
-            a = tl.load(h_at)
-            b = tl.load(w_at)
+            a = tl.load(h + d0 + h_at)
+            b = tl.load(w + d0 + w_at)
         else:
-            a = tl.load(h_at, mask=(d0 + d < D)[None, :], other=0.0)
-            b = tl.load(w_at, mask=(d0 + d < D)[None, :], other=0.0)
+            a = tl.load(h + d0 + h_at, mask=(d0 + d < D)[None, :], other=0.0)
+            b = tl.load(w + d0 + w_at, mask=(d0 + d < D)[None, :], other=0.0)
         if h.dtype.element_ty != w.dtype.element_ty:
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
-        h_at += BLOCK_D
-        w_at += BLOCK_D
     return acc
 
 
 @triton.jit
 def quarters(z):
-    """z [rows, 4 n] as four [rows, n] of adjacent ids: an epilogue in slices keeps one slice's temporaries in registers,
-    not the tile's."""
+    """z [rows, 4 n] as four [rows, n] of adjacent ids: an epilogue in slices holds the temporaries of one in registers."""
     rows: tl.constexpr = z.shape[0]
     n: tl.constexpr = z.shape[1] // 4
     left, right = tl.split(tl.permute(tl.reshape(z, (rows, 2, 2 * n)), (0, 2, 1)))
     a, b = tl.split(tl.permute(tl.reshape(left, (rows, 2, n)), (0, 2, 1)))
     c, d = tl.split(tl.permute(tl.reshape(right, (rows, 2, n)), (0, 2, 1)))
-    return a, b, c, d
+    return halves(a) + halves(b) + halves(c) + halves(d)
+
+
+@triton.jit
+def halves(z):
+    rows: tl.constexpr = z.shape[0]
+    n: tl.constexpr = z.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(z, (rows, 2, n)), (0, 2, 1)))
 
 
 @triton.jit
@@ -121,7 +130,7 @@ def tanh(x):
 
 @triton.jit
 def scaled(z, bias, ids, known, softcap, scale, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
-    """x = cap(z + bias) * scale, for a tile z [rows, ids]; ``known`` says which ids exist, ``scale`` is 1/temperature."""
+    """x = cap(z + bias) * scale, for a tile z [rows, ids]; ``known``: which ids exist; ``scale``: 1/temperature."""
     if HAS_BIAS:
         z += tl.load(bias + ids, mask=known, other=0.0).to(tl.float32)[None, :]
     if SOFTCAP:
@@ -148,7 +157,7 @@ def softmax_part(x, ENTROPY: tl.constexpr):
     down = x - tl.where(peak == float("-inf"), 0.0, peak)[:, None]
     e = tl.exp(down)
     mass = tl.sum(e, 1)
-    spread = tl.sum(tl.where(e > 0, e * down, 0.0), 1) if ENTROPY else mass
+    spread = tl.sum(e * tl.maximum(down, -200.0), 1) if ENTROPY else mass
     return peak, mass, spread
 
 
@@ -159,7 +168,7 @@ def logit_gradient(x, lse, hit, g, g_entropy, entropy, softcap, scale, ENTROPY: 
     p = tl.exp(down)
     dx = g[:, None] * (tl.where(hit, 1.0, 0.0) - p)
     if ENTROPY:
-        dx -= tl.where(p > 0, g_entropy[:, None] * p * (down + entropy[:, None]), 0.0)
+        dx -= g_entropy[:, None] * p * (tl.maximum(down, -200.0) + entropy[:, None])
     if SOFTCAP:
         t = x / (softcap * scale)
         dx *= 1 - t * t
