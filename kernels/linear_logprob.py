@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastcollab.kernels.logits import (
-    _GROUP,
+    GROUP,
+    SLICES,
     Tile,
     accumulate,
     block_of,
@@ -26,12 +27,13 @@ from fastcollab.kernels.logits import (
     merge,
     product,
     product_tile,
-    quarters,
     require_finite,
     scaled,
+    slices,
     softmax_part,
     target_of,
     tile_of,
+    widens,
 )
 from fastcollab.kernels.offline import Case
 
@@ -53,25 +55,26 @@ def _store_chosen(out, chosen, rows, real, ids, x):
 def _forward_kernel(
     h, w, bias, target, second, x_target, x_second, peaks, masses, spreads, tops, N, V, stride_h, stride_w,
     softcap, scale, D: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr,
-    SECOND: tl.constexpr, TOP1: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILES: tl.constexpr, GROUP: tl.constexpr,
+    SECOND: tl.constexpr, TOP1: tl.constexpr, WIDEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Row block x vocabulary chunk: peaks, masses, spreads, tops [chunks, N]; x_target, x_second [N] by their owner."""
     chunks = tl.cdiv(V, TILES * BLOCK_V)
     row_block, chunk = block_of(tl.program_id(0), tl.cdiv(N, BLOCK_N), chunks, GROUP)
-    at = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = row_block * BLOCK_N
+    at = row + tl.arange(0, BLOCK_N)
     real = at < N
     rows = tl.minimum(at, N - 1).to(tl.int64)
-    SLICE: tl.constexpr = BLOCK_V // 8
+    SLICE: tl.constexpr = BLOCK_V // SLICES
     peak = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     mass = tl.zeros((BLOCK_N,), tl.float32)
     spread = tl.zeros((BLOCK_N,), tl.float32)
     top = tl.zeros((BLOCK_N,), tl.int32)
     first = chunk * (TILES * BLOCK_V)
-    for v0 in range(first, tl.minimum(first + TILES * BLOCK_V, V), BLOCK_V):
-        z = product_tile(h, w, row_block * BLOCK_N, v0, N, V, stride_h, stride_w, D, BLOCK_N, BLOCK_V, BLOCK_D)
-        z = quarters(z)
-        for i in tl.static_range(8):
+    for t in range(0, tl.minimum(TILES, tl.cdiv(V - first, BLOCK_V))):
+        v0 = first + t * BLOCK_V
+        z = slices(product_tile(h, w, row, v0, N, V, stride_h, stride_w, D, WIDEN, BLOCK_N, BLOCK_V, BLOCK_D))
+        for i in tl.static_range(SLICES):
             ids = v0 + i * SLICE + tl.arange(0, SLICE)
             x = scaled(z[i], bias, ids, ids < V, softcap, scale, HAS_BIAS, SOFTCAP)
             x = tl.where((ids < V)[None, :], x, float("-inf"))
@@ -81,7 +84,7 @@ def _forward_kernel(
             x_peak, x_mass, x_spread = softmax_part(x, ENTROPY)
             if TOP1:
                 x_top = tl.min(tl.where(x == x_peak[:, None], ids[None, :], V - 1), 1)
-                top = tl.where((x_peak > peak) | (v0 + i == first), x_top, top)
+                top = tl.where((x_peak > peak) | (t + i == 0), x_top, top)
             peak, mass, spread = merge(peak, mass, spread, x_peak, x_mass, x_spread)
     out = chunk.to(tl.int64) * N + rows
     tl.store(peaks + out, peak, mask=real)
@@ -138,7 +141,8 @@ def _merge_kernel(
 def _gradient_kernel(
     h, w, bias, target, lse, entropy, g_logprob, g_entropy, dz, db, N, first, V, stride_h, stride_w, stride_dz,
     softcap, scale, D: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr,
-    NEED_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+    NEED_B: tl.constexpr, WIDEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """Row block x tile of the ids first..first+V (w and bias begin there): dz [N, V], db [row blocks, V] sums."""
     row_blocks = tl.cdiv(N, BLOCK_N)
@@ -146,8 +150,8 @@ def _gradient_kernel(
     row, id = row_block * BLOCK_N, column * BLOCK_V
     at = row + tl.arange(0, BLOCK_N)
     rows = tl.minimum(at, N - 1).to(tl.int64)
-    SLICE: tl.constexpr = BLOCK_V // 8
-    z = quarters(product_tile(h, w, row, id, N, V, stride_h, stride_w, D, BLOCK_N, BLOCK_V, BLOCK_D))
+    SLICE: tl.constexpr = BLOCK_V // SLICES
+    z = slices(product_tile(h, w, row, id, N, V, stride_h, stride_w, D, WIDEN, BLOCK_N, BLOCK_V, BLOCK_D))
     aim = (tl.load(target + rows).to(tl.int32) - first)[:, None]
     normal = tl.load(lse + rows)
     g = tl.where(at < N, tl.load(g_logprob + rows), 0.0)
@@ -155,7 +159,7 @@ def _gradient_kernel(
     if ENTROPY:
         g_ent = tl.where(at < N, tl.load(g_entropy + rows), 0.0)
         ent = tl.load(entropy + rows)
-    for i in tl.static_range(8):
+    for i in tl.static_range(SLICES):
         ids = id + i * SLICE + tl.arange(0, SLICE)
         x = scaled(z[i], bias, ids, ids < V, softcap, scale, HAS_BIAS, SOFTCAP)
         d = logit_gradient(x, normal, ids[None, :] == aim, g, g_ent, ent, softcap, scale, ENTROPY, SOFTCAP)
@@ -165,11 +169,11 @@ def _gradient_kernel(
             tl.store(db + row_block.to(tl.int64) * V + ids, tl.sum(d, 0), mask=ids < V)
 
 
-def _options(D: int, bias: Any, softcap: float, entropy: bool, tile: Tile) -> dict[str, Any]:
+def _options(D: int, bias: Any, softcap: float, entropy: bool, widen: bool, tile: Tile) -> dict[str, Any]:
     """The constants that both GEMM kernels take."""
     return {
-        "D": D, "HAS_BIAS": bias is not None, "SOFTCAP": softcap > 0, "ENTROPY": entropy,
-        "BLOCK_N": tile.rows, "BLOCK_V": tile.ids, "BLOCK_D": tile.width, "GROUP": _GROUP,
+        "D": D, "HAS_BIAS": bias is not None, "SOFTCAP": softcap > 0, "ENTROPY": entropy, "WIDEN": widen,
+        "BLOCK_N": tile.rows, "BLOCK_V": tile.ids, "BLOCK_D": tile.width, "GROUP": GROUP,
     }  # fmt: skip
 
 
@@ -201,11 +205,12 @@ def linear_logprob_forward(
     spreads = floats(chunks, N) if entropy else peaks
     tops = torch.empty((chunks, N) if top1 else 0, dtype=torch.int32, device=h.device)
     wanted = {"ENTROPY": entropy, "SECOND": second is not None, "TOP1": top1}
+    options = _options(D, bias, softcap, entropy, widens(h, weight), tile) | wanted
     with torch.cuda.device_of(h):
         _forward_kernel[(triton.cdiv(N, tile.rows) * chunks,)](
             h, weight, bias, target, second, x_target, x_second, peaks, masses, spreads, tops, N, V, h.stride(0),
-            weight.stride(0), softcap, 1 / temperature, **_options(D, bias, softcap, entropy, tile) | wanted,
-            TILES=_TILES_OF_CHUNK, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            weight.stride(0), softcap, 1 / temperature, **options, TILES=_TILES_OF_CHUNK, num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         )  # fmt: skip
         _merge_kernel[(triton.cdiv(N, _MERGED_ROWS),)](
             x_target, x_second, peaks, masses, spreads, tops, logprob, lse, ent, other, top, N, chunks, **wanted,
@@ -258,14 +263,15 @@ def linear_logprob_backward(
     dz = torch.empty(n, width, dtype=dtype, device=h.device)
     db_part = torch.empty(row_blocks if need_b else 0, width, device=h.device)
     acc = torch.zeros(n if need_h else 0, D, device=h.device)
+    options = _options(D, bias, softcap, g_entropy is not None, widens(h, weight), tile)
     for v in range(0, V, width):
         w, b = weight[v : v + width], None if bias is None else bias[v : v + width]
         size = len(w)
         with torch.cuda.device_of(h):
             _gradient_kernel[(row_blocks * triton.cdiv(size, tile.ids),)](
                 x, w, b, target, lse, entropy, g_logprob, g_entropy, dz, db_part, n, v, size, x.stride(0), w.stride(0),
-                width, softcap, 1 / temperature, **_options(D, bias, softcap, g_entropy is not None, tile),
-                NEED_B=need_b, num_warps=tile.num_warps, num_stages=tile.num_stages,
+                width, softcap, 1 / temperature, **options, NEED_B=need_b, num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
             )  # fmt: skip
         if need_b:
             db[v : v + size] = db_part.view(-1)[: row_blocks * size].view(row_blocks, size).sum(0)
@@ -290,7 +296,7 @@ def offline_cases(target: str) -> list[Case]:
         types |= dict.fromkeys(("N", "V", "first", "chunks", "stride_h", "stride_w", "stride_dz"), "i32")
         types |= {"softcap": "fp32", "scale": "fp32"}
         for D, on in ((1024, True), (4096, False)):
-            gemm = _options(D, name if on else None, float(on), on, tile)
+            gemm = _options(D, name if on else None, float(on), on, False, tile)
             wanted = {"ENTROPY": on, "SECOND": on, "TOP1": on}
             launch = tile.num_warps, tile.num_stages
             cases += [

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fastcollab.kernels.offline import Case
 
-_GROUP = 16  # row blocks that sweep the vocabulary together: their hidden states stay in L2, a weight tile is read once
+GROUP = 16  # row blocks that sweep the vocabulary together: their hidden states stay in L2, a weight tile is read once
+SLICES = tl.constexpr(8)
 
 
 class Tile(NamedTuple):
@@ -28,17 +29,15 @@ class Tile(NamedTuple):
 def tile_of(target: str, dtype: torch.dtype) -> Tile:
     """Block sizes on ``target`` ("sm_80", "sm_90", "sm_100", "gfx942", "cpu": the interpreter) of a GEMM in ``dtype``.
 
-    16-bit: 32k fp32 accumulators fill half the registers of 256 threads, and the stages fill the shared memory.
-    fp32 has no tensor cores in IEEE precision: the tile is what fits registers.
+    16-bit: the accumulators take half of the registers on sm_90 (tensor memory on sm_100), and the stages what shared
+    memory there is. fp32 has no tensor cores in IEEE precision: the largest tile that no option makes spill.
     """
     if target == "cpu":
-        return Tile(16, 32, 16, 1, 1)
+        return Tile(16, 64, 16, 1, 1)
     if dtype == torch.float32:
-        return Tile(64, 128, 16, 8, 2) if target == "gfx942" else Tile(64, 128, 16, 8, 3)
-    return {
-        "sm_80": Tile(128, 128, 64, 8, 4),
-        "gfx942": Tile(128, 128, 64, 8, 2),
-    }.get(target, Tile(128, 256, 64, 8, 4))
+        wide = {"sm_80": Tile(128, 128, 16, 8, 3), "gfx942": Tile(64, 128, 16, 8, 2)}
+        return wide.get(target, Tile(64, 128, 16, 8, 3))
+    return {"sm_80": Tile(128, 128, 64, 8, 4), "gfx942": Tile(128, 128, 64, 8, 2)}.get(target, Tile(128, 256, 64, 8, 4))
 
 
 def target_of(device: torch.device) -> str:
@@ -54,6 +53,11 @@ def target_of(device: torch.device) -> str:
 def compute_dtype(h: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype the GEMMs multiply in: the wider of the two."""
     return torch.promote_types(h.dtype, weight.dtype)
+
+
+def widens(h: Tensor, weight: Tensor) -> bool:
+    """Whether tiles are widened to fp32 before the product: two dtypes; interpreted bf16 is bits."""
+    return h.dtype != weight.dtype or h.device.type == "cpu"
 
 
 def case(kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int, num_stages: int) -> Case:
@@ -72,9 +76,9 @@ def block_of(pid, row_blocks, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
-def product_tile(h, w, row, id, N, V, stride_h, stride_w, D: tl.constexpr,
+def product_tile(h, w, row, id, N, V, stride_h, stride_w, D: tl.constexpr, WIDEN: tl.constexpr,
                  BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """fp32 [BLOCK_N, BLOCK_V] h[row..] w[id..]^T; rows beyond N and ids beyond V repeat the last one.
+    """fp32 [BLOCK_N, BLOCK_V] h[row..] w[id..]^T; rows beyond N and ids beyond V repeat the last one. WIDEN: in fp32.
 
     Offsets within the tile are 32-bit, which halves the registers that addresses take; those of its corner are 64-bit.
     """
@@ -91,7 +95,7 @@ def product_tile(h, w, row, id, N, V, stride_h, stride_w, D: tl.constexpr,
         else:
             a = tl.load(h + d0 + h_at, mask=(d0 + d < D)[None, :], other=0.0)
             b = tl.load(w + d0 + w_at, mask=(d0 + d < D)[None, :], other=0.0)
-        if h.dtype.element_ty != w.dtype.element_ty:
+        if WIDEN:
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
@@ -99,21 +103,20 @@ def product_tile(h, w, row, id, N, V, stride_h, stride_w, D: tl.constexpr,
 
 
 @triton.jit
-def quarters(z):
-    """z [rows, 4 n] as four [rows, n] of adjacent ids: an epilogue in slices holds the temporaries of one in registers."""
-    rows: tl.constexpr = z.shape[0]
-    n: tl.constexpr = z.shape[1] // 4
-    left, right = tl.split(tl.permute(tl.reshape(z, (rows, 2, 2 * n)), (0, 2, 1)))
-    a, b = tl.split(tl.permute(tl.reshape(left, (rows, 2, n)), (0, 2, 1)))
-    c, d = tl.split(tl.permute(tl.reshape(right, (rows, 2, n)), (0, 2, 1)))
-    return halves(a) + halves(b) + halves(c) + halves(d)
-
-
-@triton.jit
 def halves(z):
+    """z [rows, 2 n] as two [rows, n] of adjacent ids."""
     rows: tl.constexpr = z.shape[0]
     n: tl.constexpr = z.shape[1] // 2
     return tl.split(tl.permute(tl.reshape(z, (rows, 2, n)), (0, 2, 1)))
+
+
+@triton.jit
+def slices(z):
+    """z [rows, 8 n] as ``SLICES`` [rows, n]: an epilogue in slices holds the temporaries of one in registers."""
+    left, right = halves(z)
+    a, b = halves(left)
+    c, d = halves(right)
+    return halves(a) + halves(b) + halves(c) + halves(d)
 
 
 @triton.jit

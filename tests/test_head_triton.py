@@ -1,0 +1,210 @@
+"""The head's Triton kernels against plain autograd in fp64: values, gradients, options, odd shapes, poisoned memory.
+
+Without a GPU they run under Triton's interpreter, whose tiles are small: these shapes cross several of them.
+"""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+from fastcollab.kernels.linear_logprob import linear_logprob_backward, linear_logprob_forward  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """New memory is NaN, and a chunk of the vocabulary two tiles."""
+    monkeypatch.setattr("fastcollab.kernels.linear_logprob._TILES_OF_CHUNK", 2)
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(was)
+
+
+def inputs(N=19, D=21, V=77, dtype=torch.float32, bias=True):
+    g = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64).to(DEVICE, dtype)  # noqa: E731
+    h, w, b = draw(N, D), draw(V, D), draw(V)
+    target, second = (torch.randint(0, V, (N,), generator=g).to(DEVICE) for _ in range(2))
+    return h, w, b if bias else None, target, second
+
+
+def plain(h, w, b, target, second, temperature, softcap):
+    """logprob, lse, entropy, second log-prob, top-1 by autograd's own operators, in the dtype of the inputs."""
+    z = h @ w.T + (0 if b is None else b)
+    z = (softcap * torch.tanh(z / softcap) if softcap else z) / temperature
+    lp = z.log_softmax(-1)
+    pick = lambda id: lp.gather(1, id[:, None])[:, 0]  # noqa: E731
+    return pick(target), z.logsumexp(-1), -(lp.exp() * lp).sum(-1), pick(second), z.argmax(1)
+
+
+def judged(got, same, exact, dtype, what):
+    """|got - exact| <= 2 |same dtype - exact| + a rounding of the result and of sums in fp32, largest norm."""
+    error, theirs = ((x.double() - exact).abs().max().item() for x in (got, same))
+    scale = exact.abs().max().item()
+    assert got.isfinite().all(), what
+    assert error <= 2 * theirs + scale * (2 * UNIT[got.dtype] + 2e-6), f"{what}: {error} against {theirs}"
+
+
+def both(h, w, b, target, second, temperature, softcap, g, g_entropy):
+    """(results, gradients) of plain torch in the inputs' dtype, and in fp64."""
+    found = []
+    for dtype in (h.dtype, torch.float64):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (h, w, b) if x is not None]
+        out = plain(*leaves[:2], leaves[2] if b is not None else None, target, second, temperature, softcap)
+        loss = (out[0] * g.to(dtype)).sum() + (0 if g_entropy is None else (out[2] * g_entropy.to(dtype)).sum())
+        found.append(([x.detach() for x in out], torch.autograd.grad(loss, leaves)))
+    return found
+
+
+def backward(given, g, g_entropy, temperature=1.0, softcap=0.0, need=(True, True, True)):
+    h, w, b, target, _ = given
+    with_entropy = g_entropy is not None
+    _, lse, ent, _, _ = linear_logprob_forward(h, w, b, target, None, temperature, softcap, with_entropy, False)
+    ent = ent if with_entropy else None
+    return linear_logprob_backward(g, g_entropy, h, w, b, target, lse, ent, temperature, softcap, *need)
+
+
+def upstream(N):
+    g, g_entropy = torch.linspace(-1, 2, N, device=DEVICE), torch.linspace(0.5, -0.5, N, device=DEVICE)
+    g[::3] = 0
+    g_entropy[::2] = 0  # rows 0, 6, ... have neither
+    return g, g_entropy
+
+
+ALL, NONE = (True, 0.6, 3.0, True), (False, 1.0, 0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, ALL), (torch.float32, NONE), (torch.float32, (True, 1.0, 0.0, True)), (torch.bfloat16, ALL)]
+    + [(torch.bfloat16, NONE), (torch.bfloat16, (False, 1.7, 5.0, False)), (torch.float16, ALL)],
+)
+def test_as_exact_as_plain_torch(dtype, options):
+    bias, temperature, softcap, entropy = options
+    given = inputs(dtype=dtype, bias=bias)
+    g, g_entropy = upstream(len(given[0]))
+    g_entropy = g_entropy if entropy else None
+    (same, same_grads), (exact, exact_grads) = both(*given, temperature, softcap, g, g_entropy)
+    got = linear_logprob_forward(*given, temperature, softcap, entropy, True)
+    for i, what in enumerate(("logprob", "lse", "entropy", "second")):
+        if what == "entropy" and not entropy:
+            assert got[i].shape == (0,)
+        else:
+            assert got[i].dtype == torch.float32
+            judged(got[i], same[i], exact[i], dtype, what)
+    assert got[4].tolist() == exact[4].tolist()
+    grads = backward(given, g, g_entropy, temperature, softcap, (True, True, bias))
+    for a, s, e, x, what in zip(grads, same_grads, exact_grads, given[:3], ("dh", "dw", "db"), strict=False):
+        assert a.dtype == x.dtype and a.shape == x.shape
+        judged(a, s, e, dtype, what)
+    silent = (g == 0) if g_entropy is None else (g == 0) & (g_entropy == 0)
+    assert (grads[0][silent] == 0).all()
+
+
+def test_wide_hidden_states_with_a_narrow_weight():
+    h, w, b, target, second = inputs()
+    w, b = w.bfloat16(), b.bfloat16()
+    g, _ = upstream(len(h))
+    (same, same_grads), (exact, exact_grads) = both(h, w.float(), b.float(), target, second, 1.0, 0.0, g, None)
+    got = linear_logprob_forward(h, w, b, target, second, 1.0, 0.0, False, False)
+    judged(got[0], same[0], exact[0], h.dtype, "logprob")
+    grads = backward((h, w, b, target, second), g, None)
+    for a, s, e, x in zip(grads, same_grads, exact_grads, (h, w, b), strict=True):
+        assert a.dtype == x.dtype
+        judged(a, s, e, h.dtype, "gradient")
+
+
+def test_a_row_alone_equals_the_row_in_a_batch():
+    h, w, b, target, second = inputs(N=37, dtype=torch.bfloat16)
+    batch = linear_logprob_forward(h, w, b, target, second, 0.7, 4.0, True, True)
+    for i in (0, 17, 36):
+        alone = linear_logprob_forward(h[i : i + 1], w, b, target[i : i + 1], second[i : i + 1], 0.7, 4.0, True, True)
+        assert all(torch.equal(x[i : i + 1], y) for x, y in zip(batch, alone, strict=True))
+
+
+def test_any_row_stride_and_a_slice_of_a_larger_weight():
+    h, w, b, target, second = inputs()
+    g, g_entropy = upstream(len(h))
+    wide = torch.full((2 * len(h), h.shape[1] + 3), torch.nan, device=DEVICE)
+    wide[::2, 2:-1] = h
+    tall = torch.cat([torch.full_like(w, torch.nan), w, torch.full_like(w, torch.nan)])
+    strided = wide[::2, 2:-1], tall[len(w) : 2 * len(w)], b, target, second
+    want = linear_logprob_forward(h, w, b, target, second, 1.0, 0.0, True, True)
+    got = linear_logprob_forward(*strided, 1.0, 0.0, True, True)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    want = backward((h, w, b, target, second), g, g_entropy)
+    assert all(torch.equal(x, y) for x, y in zip(backward(strided, g, g_entropy), want, strict=True))
+
+
+def test_only_what_is_needed():
+    given = inputs(N=5, V=30)
+    g, g_entropy = upstream(len(given[0]))
+    want = backward(given, g, g_entropy)
+    for i in range(3):
+        got = backward(given, g, g_entropy, need=[j == i for j in range(3)])
+        assert all(x.numel() == 0 for j, x in enumerate(got) if j != i)
+        assert torch.equal(got[i], want[i])
+
+
+def test_many_chunks_of_the_vocabulary(monkeypatch):
+    given = inputs(V=133)
+    g, g_entropy = upstream(len(given[0]))
+    want = backward(given, g, g_entropy)
+    monkeypatch.setattr("fastcollab.kernels.linear_logprob._DZ_BYTES", 1)  # one tile of ids at a time
+    for x, y in zip(backward(given, g, g_entropy), want, strict=True):
+        torch.testing.assert_close(x, y, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("N", [0, 1])
+def test_few_rows(N):
+    h, w, b, target, second = inputs(N)
+    got = linear_logprob_forward(h, w, b, target, second, 1.0, 0.0, True, True)
+    assert [x.shape for x in got] == [(N,)] * 5
+    ones = torch.ones(N, device=DEVICE)
+    grads = backward((h, w, b, target, second), ones, ones)
+    assert [x.shape for x in grads] == [h.shape, w.shape, b.shape] and all(x.isfinite().all() for x in grads)
+
+
+def test_no_upstream_gradient_at_all():
+    given = inputs()
+    zeros = torch.zeros(len(given[0]), device=DEVICE)
+    assert all((x == 0).all() for x in backward(given, zeros, zeros))
+
+
+def test_forbidden_tokens_and_rows_without_a_law():
+    h, w, b, target, second = inputs(V=150)
+    b[:130] = -torch.inf  # whole chunks without a finite logit
+    target[0], target[1:] = 3, 140
+    got = linear_logprob_forward(h, w, b, target, None, 1.0, 0.0, True, True)
+    want = plain(h.double(), w.double()[130:], b.double()[130:], (target - 130).clamp(min=0), second * 0, 1.0, 0.0)
+    assert got[0][0] == -torch.inf
+    for i, rows in ((0, slice(1, None)), (1, slice(None)), (2, slice(None))):
+        torch.testing.assert_close(got[i][rows].double(), want[i][rows], atol=2e-5, rtol=2e-6)
+    assert torch.equal(got[4], want[4] + 130)
+    grads = backward((h, w, b, target, second), *upstream(len(h)))
+    assert all(x.isfinite().all() for x in grads) and (grads[1][4:130] == 0).all()
+    with pytest.raises(ValueError, match="linear_logprob, row 0: got log-sum-exp -inf, need a finite one"):
+        linear_logprob_forward(h, w, torch.full_like(b, -torch.inf), target, None, 1.0, 0.0, False, False)
+    h[3, 5] = torch.nan
+    with pytest.raises(ValueError, match="row 3: got log-sum-exp nan"):
+        linear_logprob_forward(h, w, b, target, None, 1.0, 0.0, False, False)
+    h[3], b[140] = 0, torch.inf
+    with pytest.raises(ValueError, match="row 0: got log-sum-exp inf"):
+        linear_logprob_forward(h, w, b, target, None, 1.0, 0.0, False, False)
+
+
+def test_top1_is_the_lowest_of_equals():
+    h, w, _, target, _ = inputs(N=2, V=150)
+    w[:] = 0
+    h = h.round()  # exact sums in any order
+    w[[37, 70, 149]] = h[0]
+    assert linear_logprob_forward(h, w, None, target, None, 1.0, 0.0, False, True)[4][0] == 37
+    assert linear_logprob_forward(h * 0, w, None, target, None, 1.0, 0.0, False, True)[4].tolist() == [0, 0]
