@@ -91,7 +91,7 @@ def advantage_regression_forward(
     max_length: int,
     floor: float,
 ) -> tuple[Tensor, Tensor]:
-    """sums fp64 [9], grad fp32 [T], as ``torch.ops.fastcollab.advantage_regression_forward``; contiguous tensors."""
+    """sums fp64 [9], grad fp32 [T], as the native ``advantage_regression_forward``; contiguous tensors."""
     T, S, device = len(logprob), len(advantage), logprob.device
     grad = torch.empty_like(logprob)
     slope = torch.empty(S, dtype=torch.float32, device=device)

@@ -169,7 +169,7 @@ def policy_loss_forward(
     beta: float,
     kl: int,
 ) -> tuple[Tensor, Tensor]:
-    """sums fp64 [12] and grad fp32 [T], as ``torch.ops.fastcollab.policy_loss_forward``; contiguous tensors."""
+    """sums fp64 [12] and grad fp32 [T], as the native ``policy_loss_forward``; contiguous tensors."""
     T, S, device = len(logprob), len(advantage), logprob.device
     blocks = triton.cdiv(T, BLOCK)
     grad = torch.empty_like(logprob)
