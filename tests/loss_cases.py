@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -15,6 +17,17 @@ from fastcollab.reference import losses as reference
 
 F32, F64 = torch.float32, torch.float64
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+_native = pytest.mark.skipif(ops.NATIVE_ABSENT is not None, reason=str(ops.NATIVE_ABSENT))
+_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+IMPLS = pytest.mark.parametrize(
+    ("impl", "dtype", "tolerance"),
+    [
+        pytest.param("reference", F64, 1e-12, id="reference"),
+        pytest.param("native", F32, 2e-6, id="native", marks=_native),
+        pytest.param("triton", F32, 2e-6, id="triton", marks=_triton),
+    ],
+)
 
 POLICY = [
     {},
@@ -54,6 +67,20 @@ def poison(case, value=float("nan"), segment=-100):
     lp, old, ref, advantage, mask, ids = case
     lp, old, ref = (torch.where(mask, x, value) for x in (lp, old, ref))
     return lp, old, ref, advantage, mask, torch.where(mask, ids, segment)
+
+
+def on(impl, loss_of):
+    """The loss by one implementation, on its device, for CPU tensors."""
+
+    def to(x):
+        return x.to(DEVICE) if impl == "triton" and isinstance(x, torch.Tensor) else x
+
+    def run(*args, **settings):
+        with ops.use_impl(impl):
+            loss, metrics = loss_of(*map(to, args), **{name: to(x) for name, x in settings.items()})
+        return loss.cpu(), {name: x.cpu() for name, x in metrics.items()}
+
+    return run
 
 
 def results(loss_of, case, dtype, **settings):

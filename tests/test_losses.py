@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from loss_cases import IMPLS, on
 
 from fastcollab.losses import advantage_regression, kl_estimate, merge_metrics, policy_loss
 
@@ -247,35 +248,38 @@ def test_bad_input(change, message):
         policy_loss(**arguments | change)
 
 
-def test_c05_aggregation_modes():
-    case = CASES["C05"]
+@IMPLS
+def test_c05_aggregation_modes(impl, dtype, tolerance):
+    case, loss_of = CASES["C05"], on(impl, policy_loss)
+    close = {"abs": max(case["tolerance"], tolerance)}
     given, want = case["input"], case["expected"]
     N = len(given["lengths"])
 
     def check(repeats, width):
         rows = [(i, t, r) for r in range(repeats) for i in range(N) for t in range(width or given["lengths"][i])]
         # advantage -1 and no ratio: a token's loss is its log-prob
-        lp = torch.tensor([0.1 * (i + 1) + 0.01 * t for i, t, _ in rows], dtype=F64)
+        lp = torch.tensor([0.1 * (i + 1) + 0.01 * t for i, t, _ in rows], dtype=dtype)
         mask = torch.tensor([t < given["lengths"][i] for i, t, _ in rows])
         ids = torch.tensor([r * N + i for i, _, r in rows])
-        A = -torch.ones(N * repeats, dtype=F64)
+        A = -torch.ones(N * repeats, dtype=dtype)
         modes = {"token_mean": "token-mean", "seq_mean_token_mean": "sequence-mean", "dr_grpo_const": "constant"}
         for name, mode in modes.items():
             options = {"form": "reinforce", "aggregation": mode, "max_length": given["L_const"]}
-            loss, _ = policy_loss(lp, lp, A, mask, ids, **options)
-            assert loss.item() == pytest.approx(want[name], abs=case["tolerance"])
+            loss, _ = loss_of(lp, lp, A, mask, ids, **options)
+            assert loss.item() == pytest.approx(want[name], **close)
             assert all(abs(loss.item() - wrong) > 1e-3 for wrong in case["wrong_value_to_watch"].values())
-        total, _ = policy_loss(lp, lp, A, mask, ids, form="reinforce", denominator=1)
-        assert total.item() == pytest.approx(want["sum"] * repeats, abs=case["tolerance"])
+        total, _ = loss_of(lp, lp, A, mask, ids, form="reinforce", denominator=1)
+        assert total.item() == pytest.approx(want["sum"] * repeats, **close)
 
     check(1, None)
     check(2, None)
     check(1, 16)
 
 
-def test_c07_kl_under_large_drift():
+@IMPLS
+def test_c07_kl_under_large_drift(impl, dtype, tolerance):
     case = CASES["C07"]
-    want, pairs = case["expected"], torch.tensor(case["input"]["pairs_logp_ref"], dtype=torch.float32)
+    want, pairs = case["expected"], torch.tensor(case["input"]["pairs_logp_ref"], dtype=dtype)
     close = lambda x: pytest.approx(x, abs=case["tolerance"])  # noqa: E731
     lp, ref = pairs[:, 0].clone().requires_grad_(), pairs[:, 1]
     k1, k2, k3 = (kl_estimate(lp, ref, kind) for kind in ("k1", "k2", "k3"))
@@ -290,7 +294,7 @@ def test_c07_kl_under_large_drift():
     zero, ids = torch.zeros(1), torch.zeros(2, dtype=torch.int64)
     for name, mask in (("mask", case["input"]["mask"]), ("repeat", case["input"]["repeat_with_mask"])):
         kept = torch.tensor(mask, dtype=torch.bool)
-        loss, _ = policy_loss(lp, lp.detach(), zero, kept, ids, ref_logprob=ref, beta=1.0, denominator=1)
+        loss, _ = on(impl, policy_loss)(lp, lp.detach(), zero, kept, ids, ref_logprob=ref, beta=1.0, denominator=1)
         (grad,) = torch.autograd.grad(loss, lp)
         assert loss.isfinite() and grad.isfinite().all()
         if name == "repeat":
@@ -300,16 +304,18 @@ def test_c07_kl_under_large_drift():
             ]
 
 
-def test_c09_old_log_probs_stay_frozen_on_reuse():
+@IMPLS
+def test_c09_old_log_probs_stay_frozen_on_reuse(impl, dtype, tolerance):
     case = CASES["C09"]
     given, want = case["input"], case["expected"]
-    theta = torch.zeros(2, dtype=F64, requires_grad=True)
+    close = {"abs": max(case["tolerance"], tolerance)}
+    theta = torch.zeros(2, dtype=dtype, requires_grad=True)
     optimizer = torch.optim.SGD([theta], lr=given["lr"])
     action = torch.tensor([given["sampled_action"]])
     old = theta.log_softmax(-1)[action].detach()
     for i in range(given["inner_passes"]):
         optimizer.zero_grad()
-        loss, metrics = policy_loss(
+        loss, metrics = on(impl, policy_loss)(
             theta.log_softmax(-1)[action],
             old,
             torch.tensor([given["A"]]),
@@ -320,9 +326,9 @@ def test_c09_old_log_probs_stay_frozen_on_reuse():
         )
         loss.backward()
         expected = want[f"pass{i + 1}"]
-        assert metrics["token_sum/ratio"].item() == pytest.approx(expected["ratio"], abs=case["tolerance"])
-        assert loss.item() == pytest.approx(expected["loss"], abs=case["tolerance"])
-        assert theta.grad.tolist() == pytest.approx(expected["grad"], abs=case["tolerance"])
+        assert metrics["token_sum/ratio"].item() == pytest.approx(expected["ratio"], **close)
+        assert loss.item() == pytest.approx(expected["loss"], **close)
+        assert theta.grad.tolist() == pytest.approx(expected["grad"], **close)
         optimizer.step()
-    assert theta.tolist() == pytest.approx(want["theta_after"], abs=case["tolerance"])
+    assert theta.tolist() == pytest.approx(want["theta_after"], **close)
     assert theta.tolist() != pytest.approx(case["wrong_value_to_watch"]["theta_if_refreshed"], abs=1e-3)
