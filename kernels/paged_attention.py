@@ -26,23 +26,19 @@ CHUNK = tl.constexpr(8)  # pieces merged at once, aligned to absolute position
 
 
 @triton.jit
-def _slot(begin, row, GROUP: tl.constexpr, LIMIT: tl.constexpr):
-    """First workspace slot of a row: min(all queries before it, LIMIT per row) leaves room for min(own, LIMIT)."""
-    return tl.minimum(begin * GROUP, row * LIMIT)
-
-
-@triton.jit
 def _row_of(number, q_indptr, rows, SLOTS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, LIMIT: tl.constexpr):
-    """The row that owns a tile (or, with SLOTS, a workspace slot): the last one that starts at or before it."""
-    low = number * 0
-    high = rows + low
-    while high - low > 1:
-        middle = (low + high) // 2
-        begin = tl.load(q_indptr + middle)
-        start = _slot(begin, middle, GROUP, LIMIT) if SLOTS else begin * GROUP // TILE + middle
-        low = tl.where(start <= number, middle, low)
-        high = tl.where(start <= number, high, middle)
-    return low
+    """The row that owns a tile (or, with SLOTS, a workspace slot): the last one that starts at or before it.
+
+    Row r's tiles start at q_indptr[r] * GROUP // TILE + r, its slots at min(q_indptr[r] * GROUP, r * LIMIT): both leave
+    room for what it needs. Starts are counted, not searched by halves: few loads that wait for one another.
+    """
+    count = number * 0
+    for i in range(0, rows, 256):
+        row = i + tl.arange(0, 256)
+        begin = tl.load(q_indptr + row, mask=row < rows, other=0) * GROUP
+        start = tl.minimum(begin, row * LIMIT) if SLOTS else begin // TILE + row
+        count += tl.sum(((start <= number) & (row < rows)).to(tl.int32), 0)
+    return count - 1
 
 
 @triton.jit
@@ -57,52 +53,64 @@ def _tanh(x):
 
 
 @triton.jit
-def _load(page, fresh, in_pool, is_new, column, WIDTH: tl.constexpr, SOURCE: tl.constexpr, like):
+def _load(page, fresh, in_pool, is_new, column, WIDTH: tl.constexpr, FROM: tl.constexpr, like):
     """[keys, width] from addresses per key, 0 where there is no key; new ones are rounded as the pool rounds them."""
     column_ok = column[None, :] < WIDTH
-    if SOURCE != NEW:
+    if FROM != NEW:
         old = tl.load(page[:, None] + column[None, :], mask=in_pool[:, None] & column_ok, other=0.0)
-    if SOURCE != POOL:
+    if FROM != POOL:
         new = tl.load(fresh[:, None] + column[None, :], mask=is_new[:, None] & column_ok, other=0.0)
         new = new.to(page.dtype.element_ty)
-        old = tl.where(in_pool[:, None], old, new) if SOURCE == BOTH else new
+        old = tl.where(in_pool[:, None], old, new) if FROM == BOTH else new
     return old.to(like.dtype)
 
 
 @triton.jit
+def _query(address, valid, first, PART: tl.constexpr, DK: tl.constexpr):
+    column = first + tl.arange(0, PART)
+    return tl.load(address[:, None] + column[None, :], mask=valid[:, None] & (column[None, :] < DK), other=0.0)
+
+
+@triton.jit
 def _walk(
-    query, top, mass, acc, at, first, end, low, stop, old, begin, table, k, v, k_pool, v_pool,
-    k_token, v_token, k_block, k_slot, v_block, v_slot, scale, softcap, window,
-    DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SOURCE: tl.constexpr,
+    query, address, valid, top, mass, acc, at, first, end, low, stop, old, begin, source, scale, softcap, window,
+    DK: tl.constexpr, KP: tl.constexpr, PART: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, FROM: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over key steps first .. end. Queries are at positions ``at``; base-2 logits. -> top, mass, acc."""
-    dk, dv = tl.arange(0, query.shape[1]), tl.arange(0, acc.shape[1])
+    table, k, v, k_pool, v_pool, k_token, v_token, k_block, k_slot, v_block, v_slot = source
+    dv = tl.arange(0, acc.shape[1])
     for step in tl.range(first, end, num_stages=STAGES):
         position = step * KEYS + tl.arange(0, KEYS)
         in_pool = (position >= low) & (position < old)
         is_new = (position >= old) & (position < stop)
-        if SOURCE == NEW:
+        if FROM == NEW:
             k_page, v_page = k_pool + position, v_pool + position  # only their type is used
         else:
             page = tl.load(table + position // PAGE, mask=in_pool, other=0).to(tl.int64)
             k_page = k_pool + page * k_block + (position % PAGE) * k_slot
             v_page = v_pool + page * v_block + (position % PAGE) * v_slot
         token = (begin + position - old).to(tl.int64)
-        key = _load(k_page, k + token * k_token, in_pool, is_new, dk, DK, SOURCE, query)
-        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        score = tl.zeros([query.shape[0], KEYS], tl.float32)
+        for i in tl.static_range(KP // PART):
+            if PART < KP:  # the query does not fit beside the keys
+                query = _query(address, valid, i * PART, PART, DK)
+            dk = i * PART + tl.arange(0, PART)
+            key = _load(k_page, k + token * k_token, in_pool, is_new, dk, DK, FROM, query)
+            score = tl.dot(query, tl.trans(key), score, input_precision="ieee")
+        score *= scale
         if SOFTCAP:
             score = softcap * _tanh(score)
         if WINDOW:
             score = tl.where(position[None, :] > at[:, None] - window, score, -float("inf"))
-        if SOURCE != POOL:
+        if FROM != POOL:
             score = tl.where(position[None, :] <= at[:, None], score, -float("inf"))
         now = tl.maximum(top, tl.max(score, 1))
         base = tl.where(now == -float("inf"), 0.0, now)  # no key was visible yet
         weight = tl.exp2(score - base[:, None])
         shrink = tl.exp2(top - base)
         mass = mass * shrink + tl.sum(weight, 1)
-        value = _load(v_page, v + token * v_token, in_pool, is_new, dv, DV, SOURCE, query)
+        value = _load(v_page, v + token * v_token, in_pool, is_new, dv, DV, FROM, query)
         acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
         top = now
     return top, mass, acc
@@ -110,31 +118,29 @@ def _walk(
 
 @triton.jit
 def _attend(
-    q, k, v, k_pool, v_pool, sinks, out, partial, stats, table,
-    q_token, q_head, k_token, v_token, k_block, k_slot, v_block, v_slot,
-    token, head, at, valid, slot, direct, piece, start, stop, old, begin, kv_head, splits, scale, softcap, window,
+    q, out, partial, stats, sinks, source, token, head, at, valid, slot, direct, piece, start, stop, old, begin,
+    q_token, q_head, kv_head, splits, scale, softcap, window,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
-    PAGE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    PART: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     MERGE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries (token, head, at, valid, slot: [M]) over positions start .. stop of one row's table."""
     M: tl.constexpr = token.shape[0]
-    dk, dv = tl.arange(0, KP), tl.arange(0, VP)
+    dv = tl.arange(0, VP)
     address = q + token.to(tl.int64) * q_token + head * q_head
-    query = tl.load(address[:, None] + dk[None, :], mask=valid[:, None] & (dk[None, :] < DK), other=0.0)
+    query = _query(address, valid, 0, PART, DK)
     top = tl.full([M], -float("inf"), tl.float32)
     mass = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, VP], tl.float32)
     whole = tl.minimum(old, stop) // KEYS  # steps before this one find all their keys in the pool
     both = tl.where((old > start) & (old < stop), (old + KEYS - 1) // KEYS, whole)
     end = (stop + KEYS - 1) // KEYS
-    for source in tl.static_range(3):
-        first = start // KEYS if source == 0 else tl.maximum(start // KEYS, whole if source == 1 else both)
-        last = whole if source == 0 else both if source == 1 else end
+    for origin in tl.static_range(3):
+        first = start // KEYS if origin == POOL else tl.maximum(start // KEYS, whole if origin == BOTH else both)
+        last = whole if origin == POOL else both if origin == BOTH else end
         top, mass, acc = _walk(
-            query, top, mass, acc, at, first, last, start, stop, old, begin, table, k, v, k_pool, v_pool,
-            k_token, v_token, k_block, k_slot, v_block, v_slot, scale, softcap, window,
-            DK, DV, PAGE, KEYS, source, WINDOW, SOFTCAP, 1 if source == 1 else STAGES,
+            query, address, valid, top, mass, acc, at, first, last, start, stop, old, begin, source, scale, softcap,
+            window, DK, KP, PART, DV, PAGE, KEYS, origin, WINDOW, SOFTCAP, 1 if origin == BOTH else STAGES,
         )  # fmt: skip
     if SINKS:  # one more key of the piece that holds the query's own position
         sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
@@ -150,10 +156,10 @@ def _attend(
         to = out + (token.to(tl.int64) * HEADS * GROUP + head)[:, None] * DV + dv[None, :]
         tl.store(to, (acc / mass[:, None]).to(out.dtype.element_ty), mask=keep)
     elif MERGE:
-        to = (slot.to(tl.int64) * HEADS + kv_head) * splits + piece
-        tl.store(partial + to[:, None] * DV + dv[None, :], acc, mask=keep)
-        tl.store(stats + to * 2, top, mask=valid)
-        tl.store(stats + to * 2 + 1, mass, mask=valid)
+        part = (slot.to(tl.int64) * HEADS + kv_head) * splits + piece
+        tl.store(partial + part[:, None] * DV + dv[None, :], acc, mask=keep)
+        tl.store(stats + part * 2, top, mask=valid)
+        tl.store(stats + part * 2 + 1, mass, mask=valid)
 
 
 @triton.jit
@@ -169,13 +175,38 @@ def _append(
     tl.store(to[:, None] + column[None, :], x.to(pool.dtype.element_ty), mask=keep)
 
 
+@triton.jit
+def _sharers(
+    i, row, rows, start, stop, table, block_table, table_row, q_indptr, kv_len,
+    GROUP: tl.constexpr, LIMIT: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Queries i [M] of all one-token rows among TOGETHER neighbours whose pool positions start .. stop are ``row``'s.
+
+    -> token, at, valid, slot: [M], and the first of these rows, whose program reads for them all.
+    """
+    other = row // TOGETHER * TOGETHER + i // GROUP
+    valid = (i // GROUP < TOGETHER) & (other < rows)
+    token = tl.load(q_indptr + other, mask=valid, other=0)
+    valid &= tl.load(q_indptr + other + 1, mask=valid, other=0) == token + 1
+    at = tl.load(kv_len + other, mask=valid, other=0) - 1
+    valid &= at >= stop
+    entry = start // PAGE + tl.arange(0, triton.next_power_of_2((SPLIT + PAGE - 2) // PAGE + 1))
+    inside = entry <= (stop - 1) // PAGE
+    mine = tl.load(table + entry, mask=inside, other=0)
+    theirs = (block_table + other.to(tl.int64) * table_row)[:, None] + entry[None, :]
+    theirs = tl.load(theirs, mask=valid[:, None] & inside[None, :], other=0)
+    valid &= tl.max((theirs != mine[None, :]).to(tl.int32), 1) == 0
+    slot = tl.minimum(token * GROUP, other * LIMIT) + i % GROUP
+    return token, at, valid, slot, tl.min(tl.where(valid, other, rows), 0)
+
+
 @triton.jit(do_not_specialize=["tokens", "rows", "tiles", "splits", "window"])
 def append_and_attend(
     q, k, v, k_pool, v_pool, slot_mapping, block_table, q_indptr, kv_len, sinks, out, partial, stats,
     q_token, q_head, k_token, k_head, v_token, v_head, k_block, k_slot, k_pool_head, v_block, v_slot, v_pool_head,
     table_row, tokens, rows, tiles, splits, window, scale, softcap,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
-    PAGE: tl.constexpr, SHORT: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
+    PART: tl.constexpr, PAGE: tl.constexpr, SHORT: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
     LIMIT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, MERGE: tl.constexpr,
     COUNT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -214,48 +245,36 @@ def append_and_attend(
     if start >= stop:
         return
 
-    k += kv_head * k_head
-    v += kv_head * v_head
-    k_pool += kv_head * k_pool_head
-    v_pool += kv_head * v_pool_head
     table = block_table + row.to(tl.int64) * table_row
-    if n * GROUP <= SHORT:
-        i = tl.arange(0, SHORT)
+    source = (
+        table, k + kv_head * k_head, v + kv_head * v_head, k_pool + kv_head * k_pool_head, v_pool + kv_head * v_pool_head,
+        k_token, v_token, k_block, k_slot, v_block, v_slot,
+    )  # fmt: skip
+    short = n * GROUP <= SHORT if SHORT < TILE else True
+    if short:
+        i = base + tl.arange(0, SHORT)
         token, at, valid = begin + i // GROUP, old + i // GROUP, i < n * GROUP
-        slot = _slot(begin, row, GROUP, LIMIT) + i
+        slot = tl.minimum(begin * GROUP, row * LIMIT) + i
         if MERGE and not WINDOW and SHORT >= 2 * GROUP:
-            if (n == 1) & (stop <= old):  # queries are those of SHORT // GROUP rows, where they share this piece
-                other = row // (SHORT // GROUP) * (SHORT // GROUP) + i // GROUP
-                valid = (i // GROUP < SHORT // GROUP) & (other < rows)
-                token = tl.load(q_indptr + other, mask=valid, other=0)
-                valid &= tl.load(q_indptr + other + 1, mask=valid, other=0) == token + 1
-                at = tl.load(kv_len + other, mask=valid, other=0) - 1
-                valid &= at >= stop
-                entry = start // PAGE + tl.arange(0, triton.next_power_of_2((SPLIT + PAGE - 2) // PAGE + 1))
-                inside = entry <= (stop - 1) // PAGE
-                mine = tl.load(table + entry, mask=inside, other=0)
-                theirs = block_table + other.to(tl.int64) * table_row
-                theirs = tl.load(theirs[:, None] + entry[None, :], mask=valid[:, None] & inside[None, :], other=0)
-                valid &= tl.max((theirs != mine[None, :]).to(tl.int32), 1) == 0
-                if tl.min(tl.where(valid, other, rows), 0) < row:
-                    return  # the first of them reads for all
-                slot = _slot(token, other, GROUP, LIMIT) + i % GROUP
+            if (n == 1) & (stop <= old):
+                token, at, valid, slot, reader = _sharers(
+                    i, row, rows, start, stop, table, block_table, table_row, q_indptr, kv_len,
+                    GROUP, LIMIT, PAGE, SPLIT, SHORT // GROUP,
+                )  # fmt: skip
+                if reader < row:
+                    return
         _attend(
-            q, k, v, k_pool, v_pool, sinks, out, partial, stats, table,
-            q_token, q_head, k_token, v_token, k_block, k_slot, v_block, v_slot,
-            token, kv_head * GROUP + i % GROUP, at, valid, slot, direct, piece, start, stop, old, begin, kv_head,
-            splits, scale, softcap, window,
-            GROUP, HEADS, DK, DV, KP, VP, PAGE, KEYS, WINDOW, SOFTCAP, SINKS, MERGE, STAGES,
+            q, out, partial, stats, sinks, source, token, kv_head * GROUP + i % GROUP, at, valid, slot, direct, piece,
+            start, stop, old, begin, q_token, q_head, kv_head, splits, scale, softcap, window,
+            GROUP, HEADS, DK, DV, KP, VP, PART, PAGE, KEYS, WINDOW, SOFTCAP, SINKS, MERGE, STAGES,
         )  # fmt: skip
     else:
-        i = base + tl.arange(0, TILE)
+        j = base + tl.arange(0, TILE)
         _attend(
-            q, k, v, k_pool, v_pool, sinks, out, partial, stats, table,
-            q_token, q_head, k_token, v_token, k_block, k_slot, v_block, v_slot,
-            begin + i // GROUP, kv_head * GROUP + i % GROUP, old + i // GROUP, i < n * GROUP,
-            _slot(begin, row, GROUP, LIMIT) + i, direct, piece, start, stop, old, begin, kv_head,
-            splits, scale, softcap, window,
-            GROUP, HEADS, DK, DV, KP, VP, PAGE, KEYS, WINDOW, SOFTCAP, SINKS, MERGE, STAGES,
+            q, out, partial, stats, sinks, source, begin + j // GROUP, kv_head * GROUP + j % GROUP, old + j // GROUP,
+            j < n * GROUP, tl.minimum(begin * GROUP, row * LIMIT) + j, direct, piece,
+            start, stop, old, begin, q_token, q_head, kv_head, splits, scale, softcap, window,
+            GROUP, HEADS, DK, DV, KP, VP, PART, PAGE, KEYS, WINDOW, SOFTCAP, SINKS, MERGE, STAGES,
         )  # fmt: skip
 
 
@@ -270,7 +289,7 @@ def merge_pieces(
     row = _row_of(slot, q_indptr, rows, True, GROUP, 1, LIMIT)
     begin = tl.load(q_indptr + row)
     n = tl.load(q_indptr + row + 1) - begin
-    i = slot - _slot(begin, row, GROUP, LIMIT)
+    i = slot - tl.minimum(begin * GROUP, row * LIMIT)
     if (i >= n * GROUP) | (n * GROUP > LIMIT):
         return
     length = tl.load(kv_len + row)
@@ -348,7 +367,7 @@ def paged_attention(
             out, partial, stats, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *k_pool.stride()[:3],
             *v_pool.stride()[:3], block_table.stride(0), tokens, rows, p.tiles, p.splits, window,
             scale / softcap if capped else scale * LOG2E, softcap * LOG2E,
-            group, kv_heads, dk, dv, padded(dk), padded(dv), page, b.short, b.tile, b.keys, b.split, b.limit,
+            group, kv_heads, dk, dv, padded(dk), padded(dv), min(b.part, padded(dk)), page, b.short, b.tile, b.keys, b.split, b.limit,
             window > 0, capped, sinks is not None, p.merge > 0, APPEND, b.stages, num_warps=b.warps,
         )  # fmt: skip
         if p.merge:
@@ -381,3 +400,34 @@ def _check(q, k, v, k_pool, v_pool, slot_mapping, block_table, q_indptr, kv_len,
     require(window >= 0, "window", window, ">= 0")
     if sinks is not None:
         require(sinks.shape == (heads,) and sinks.is_contiguous(), "sinks", list(sinks.shape), f"shape {[heads]}")
+
+
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+OFFLINE = [  # dtype, group, width of K, of V, window, soft cap, sinks
+    (torch.bfloat16, 2, 128, 128, False, False, False),
+    (torch.float32, 2, 128, 128, False, False, False),
+    (torch.bfloat16, 4, 80, 80, False, False, False),
+    (torch.float32, 4, 80, 80, True, False, False),
+    (torch.bfloat16, 8, 64, 64, True, False, True),
+    (torch.float32, 1, 64, 64, False, False, False),
+    (torch.bfloat16, 2, 256, 256, True, True, False),
+    (torch.float32, 2, 256, 256, False, True, True),
+    (torch.bfloat16, 16, 192, 128, False, False, False),
+]
+
+
+def offline_cases(target: str) -> list[Case]:
+    """Both kernels as they are launched with pools of q's dtype, 16-token blocks and rows long enough to be merged."""
+    cases = []
+    for dtype, group, dk, dv, window, softcap, sinks in OFFLINE:
+        b, kind = paged_plan.blocks(group, dk, dv, dtype, target), TYPES[dtype]
+        sizes = dict(GROUP=group, HEADS=8, DV=dv, VP=padded(dv), SPLIT=b.split, LIMIT=b.limit, WINDOW=window)
+        own = dict(DK=dk, KP=padded(dk), PART=min(b.part, padded(dk)), PAGE=16, SHORT=b.short, TILE=b.tile, KEYS=b.keys, SOFTCAP=softcap,
+                   SINKS=sinks, MERGE=True, COUNT=APPEND, STAGES=b.stages)  # fmt: skip
+        special = dict.fromkeys(("slot_mapping", "block_table", "q_indptr", "kv_len"), "*i32")
+        special |= dict(partial="*fp32", stats="*fp32", scale="fp32", softcap="fp32")
+        special |= dict.fromkeys(("q", "k", "v", "k_pool", "v_pool", "sinks", "out"), kind)
+        for kernel, constants, warps in ((append_and_attend, sizes | own, b.warps), (merge_pieces, sizes, 2)):
+            signature = {x: "constexpr" if x in constants else special.get(x, "i32") for x in kernel.arg_names}
+            cases.append(Case(kernel, signature, constants, warps, b.stages))
+    return cases

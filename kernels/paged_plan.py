@@ -19,6 +19,7 @@ class Blocks(NamedTuple):
     keys: int  # keys of a step, aligned to absolute position
     split: int  # positions that one program reads at most in a row of up to `limit` queries; a multiple of `keys`
     limit: int  # rows with more queries are never split: they have enough tiles
+    part: int  # columns of a key multiplied at once
     warps: int
     stages: int
 
@@ -30,15 +31,15 @@ def blocks(group: int, dk: int, dv: int, dtype: torch.dtype, target: str) -> Blo
     ``short`` holds at least 4 tokens where that fits, so that rows with an equal prompt can be read together.
     """
     width, fp32 = max(padded(dk), padded(dv)), dtype == torch.float32
-    tile = 32 if fp32 or width > 256 else 64
-    keys = 64 if width * (2 if fp32 else 1) <= 128 else 32 if width <= 256 else 16
+    tile = 16 if fp32 else 64 if width <= 128 else 32
+    keys = 16 if fp32 else 64 if width <= 64 else 32
     warps = 4 if width <= 128 else 8
-    stages = 3 if target in ("sm_90", "sm_100") and width <= 128 else 2
+    stages = 3 if target in ("sm_90", "sm_100") and width <= 128 and not fp32 else 2
     if target == "gfx942":
         stages = 1 if fp32 or width > 128 else 2
         keys = min(keys, 32)
     short = min(tile, max(16, 1 << (4 * group - 1).bit_length()))
-    return Blocks(short, tile, keys, 512, max(tile, group), warps, stages)
+    return Blocks(short, tile, keys, 512, max(tile, group), 32 if fp32 else 1024, warps, stages)
 
 
 def padded(width: int) -> int:
