@@ -413,6 +413,8 @@ OFFLINE = [  # dtype, group, width of K, of V, window, soft cap, sinks
     (torch.bfloat16, 2, 256, 256, True, True, False),
     (torch.float32, 2, 256, 256, False, True, True),
     (torch.bfloat16, 16, 192, 128, False, False, False),
+    (torch.bfloat16, 4, 128, 128, True, True, True),
+    (torch.float16, 1, 64, 64, False, False, False),
 ]
 
 

@@ -31,13 +31,11 @@ def blocks(group: int, dk: int, dv: int, dtype: torch.dtype, target: str) -> Blo
     ``short`` holds at least 4 tokens where that fits, so that rows with an equal prompt can be read together.
     """
     width, fp32 = max(padded(dk), padded(dv)), dtype == torch.float32
-    tile = 16 if fp32 else 64 if width <= 128 else 32
-    keys = 16 if fp32 else 64 if width <= 64 else 32
-    warps = 4 if width <= 128 else 8
-    stages = 3 if target in ("sm_90", "sm_100") and width <= 128 and not fp32 else 2
-    if target == "gfx942":
-        stages = 1 if fp32 or width > 128 else 2
-        keys = min(keys, 32)
+    hopper = target in ("sm_90", "sm_100")
+    tile = 16 if fp32 else 64 if width <= (128 if hopper else 64) else 32
+    keys = 16 if fp32 or target == "gfx942" else max(16, min(64 if hopper else 32, 4096 // width))
+    warps = 4 if width <= 128 and not fp32 else 8
+    stages = 3 if hopper and warps == 4 else 1 if target == "gfx942" and warps == 8 else 2
     short = min(tile, max(16, 1 << (4 * group - 1).bit_length()))
     return Blocks(short, tile, keys, 512, max(tile, group), 32 if fp32 else 1024, warps, stages)
 
