@@ -7,7 +7,8 @@ from torch import Tensor
 
 from fastcollab.config import require
 from fastcollab.ops.dispatch import choose, fake
-from fastcollab.reference.packed import packed_attention
+from fastcollab.reference import packed
+from fastcollab.reference.packed import Segments
 
 __all__ = ["copy_blocks", "packed_attention", "paged_attention"]
 
@@ -34,6 +35,44 @@ def paged_attention(
     """
     run = choose("paged_attention", q.device, q.dtype, k_pool.dtype)[1].paged_attention
     return run(q, k, v, k_pool, v_pool, slot_mapping, block_table, q_indptr, kv_len, scale, window, softcap, sinks)
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of packed segments that may share a prefix, with autograd and no copy of a prefix.
+
+    See :func:`fastcollab.reference.packed.packed_attention`. triton: the gradient's bits are the same in every run, and
+    a segment's output has the same bits alone and in any pack.
+    """
+    impl, where = choose("packed_attention", q.device, q.dtype)
+    if impl == "reference":
+        return where.packed_attention(q, k, v, segments, scale, window, softcap, sinks)
+    packed.check(q, k, v, segments, sinks)
+    return _PackedAttention.apply(q, k, v, sinks, where, segments, scale, window, softcap)
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, where, segments, scale, window, softcap):
+        out, lse = where.packed_attention_forward(q, k, v, segments, scale, window, softcap, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.where, ctx.settings = where, (segments, scale, window, softcap)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        *saved, sinks = ctx.saved_tensors
+        dq, dk, dv, dsinks = ctx.where.packed_attention_backward(grad, *saved, *ctx.settings, sinks)
+        return dq, dk, dv, None if sinks is None else dsinks, *[None] * 5
 
 
 def copy_blocks(pools: list[Tensor], pairs: Tensor) -> None:

@@ -231,6 +231,16 @@ def _make_mask(segments: Segments, index: Tensor, window: int) -> Tensor:
     return seen[:, None]
 
 
+def check(q: Tensor, k: Tensor, v: Tensor, segments: Segments, sinks: Tensor | None) -> None:
+    """Raise ValueError for what :func:`packed_attention` does not take."""
+    T, H, Hkv = q.shape[0], q.shape[1], k.shape[1]
+    fits = k.shape[0] == v.shape[0] == T and v.shape[1] == Hkv and k.shape[2] == q.shape[2] and H % Hkv == 0
+    shapes = (list(q.shape), list(k.shape), list(v.shape))
+    require(fits, "q, k, v", shapes, "[T, H, Dk], [T, Hkv, Dk], [T, Hkv, Dv] with H a multiple of Hkv")
+    require(segments.num_tokens <= T, "end of the segments", segments.num_tokens, f"<= {T}, the number of tokens")
+    require(sinks is None or sinks.shape == (H,), "sinks", sinks is not None and list(sinks.shape), f"[{H}]")
+
+
 def packed_attention(
     q: Tensor,
     k: Tensor,
@@ -249,12 +259,8 @@ def packed_attention(
     Returns: [T, H, Dv]; 0 for a token that is in no segment.
     Raises: ValueError for shapes that do not fit, or segments beyond T.
     """
-    T, H, Hkv = q.shape[0], q.shape[1], k.shape[1]
-    fits = k.shape[0] == v.shape[0] == T and v.shape[1] == Hkv and k.shape[2] == q.shape[2] and H % Hkv == 0
-    shapes = (list(q.shape), list(k.shape), list(v.shape))
-    require(fits, "q, k, v", shapes, "[T, H, Dk], [T, Hkv, Dk], [T, Hkv, Dv] with H a multiple of Hkv")
-    require(segments.num_tokens <= T, "end of the segments", segments.num_tokens, f"<= {T}, the number of tokens")
-    require(sinks is None or sinks.shape == (H,), "sinks", sinks is not None and list(sinks.shape), f"[{H}]")
+    check(q, k, v, segments, sinks)
+    T, H = q.shape[:2]
     if q.device.type == "cpu":
         if q.dtype in (torch.bfloat16, torch.float16):  # torch's CPU backward takes 13 times as long in bfloat16
             wide = (x.float() for x in (q, k, v))

@@ -1,0 +1,311 @@
+"""``packed_attention`` in Triton: causal attention over packed segments that may share a prefix, with its gradients.
+
+As FlashAttention: scores stay in registers, the forward keeps the log-sum-exp of each row, the backward computes the
+probabilities again from it. A prefix is read where it lies, once per tile of queries; its gradient is summed by the one
+program that owns the key, over all segments that see it in a fixed order: no atomics, the same bits in every run.
+What a segment's rows give depends on its own tiles alone, not on the pack.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastcollab.kernels.offline import Case
+from fastcollab.kernels.packed_plan import Blocks, blocks, covers, key_tiles, padded, query_tiles, target_of
+from fastcollab.reference.packed import Segments
+
+
+@triton.jit
+def _tanh(x):
+    """About 2 ulp: a polynomial (Cephes) near 0, where 1 - 2 / (e^2x + 1) would cancel."""
+    z = x * x
+    y = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1
+    near = (y * z - 3.33332819422e-1) * z * x + x
+    far = 1 - 2 / (tl.exp(2 * tl.abs(x)) + 1)
+    return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _tile(x, tokens, real, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """[tokens, PADDED] of one head; 0 where a token is not real or the head has no such column."""
+    columns = tl.arange(0, PADDED)
+    return tl.load(
+        x + tokens[:, None] * stride + columns[None, :], mask=real[:, None] & (columns < WIDTH)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def _store(x, tokens, real, stride, value, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    columns = tl.arange(0, PADDED)
+    tl.store(
+        x + tokens[:, None] * stride + columns[None, :],
+        value.to(x.dtype.element_ty),
+        mask=real[:, None] & (columns < WIDTH)[None, :],
+    )
+
+
+@triton.jit
+def _steps(length, depth, first, window, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr):
+    """The steps of KEYS keys that a tile of queries needs: (first, number) of the prefix, then of its own segment."""
+    skip, own_skip = 0, 0
+    if WINDOW:
+        oldest = tl.maximum(depth + first - window + 1, 0)
+        skip = tl.minimum(oldest, depth) // KEYS
+        own_skip = tl.maximum(oldest - depth, 0) // KEYS
+    of_prefix = tl.cdiv(depth, KEYS) - skip
+    own = tl.cdiv(tl.minimum(first + QUERIES, length), KEYS) - own_skip
+    return skip, of_prefix, own_skip, own
+
+
+@triton.jit
+def _keys(step, start, length, prefix, depth, skip, of_prefix, own_skip, KEYS: tl.constexpr):
+    """(packed index, position, whether it exists) of the keys of a step: those of the prefix come first."""
+    is_own = step >= of_prefix
+    index = tl.where(is_own, step - of_prefix + own_skip, step + skip) * KEYS + tl.arange(0, KEYS)
+    real = index < tl.where(is_own, length, depth)
+    return tl.where(is_own, start, prefix) + index, tl.where(is_own, depth, 0) + index, real
+
+
+@triton.jit
+def _forward_kernel(
+    q, k, v, sinks, out, lse, tiles, stride_q, head_q, stride_k, head_k, stride_v, head_v, scale, softcap, window, H,
+    GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program: one tile of queries of one head. out [T, H, DV] contiguous, lse fp32 [T, H]."""
+    tile, head = tiles + (tl.program_id(0) // H) * 5, (tl.program_id(0) % H).to(tl.int64)
+    start, length, prefix = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    depth, first = tl.load(tile + 3), tl.load(tile + 4)
+    k += head // GROUP * head_k
+    v += head // GROUP * head_v
+    index = first + tl.arange(0, QUERIES)
+    tokens, real, at = start + index, index < length, depth + index
+    qs = _tile(q + head * head_q, tokens, real, stride_q, DK, KP)
+    top = tl.full([QUERIES], -float("inf"), tl.float32)
+    mass = tl.zeros([QUERIES], tl.float32)
+    if SINKS:
+        top = tl.zeros([QUERIES], tl.float32) + tl.load(sinks + head).to(tl.float32)
+        mass += 1
+    total = tl.zeros([QUERIES, VP], tl.float32)
+    skip, of_prefix, own_skip, own = _steps(length, depth, first, window, QUERIES, KEYS, WINDOW)
+    for step in tl.range(0, of_prefix + own, num_stages=STAGES):
+        keys, position, exists = _keys(step, start, length, prefix, depth, skip, of_prefix, own_skip, KEYS)
+        ks, vs = _tile(k, keys, exists, stride_k, DK, KP), _tile(v, keys, exists, stride_v, DV, VP)
+        score = tl.dot(qs, tl.trans(ks), input_precision="ieee") * scale
+        if SOFTCAP:
+            score = softcap * _tanh(score / softcap)
+        seen = exists[None, :] & (position[None, :] <= at[:, None])
+        if WINDOW:
+            seen &= position[None, :] > at[:, None] - window
+        score = tl.where(seen, score, -float("inf"))
+        now = tl.maximum(top, tl.max(score, 1))
+        base = tl.where(now == -float("inf"), 0.0, now)  # no key was seen yet
+        p, shrink = tl.exp(score - base[:, None]), tl.exp(top - base)
+        mass = mass * shrink + tl.sum(p, 1)
+        total = total * shrink[:, None]
+        total = tl.dot(p.to(vs.dtype), vs, total, input_precision="ieee")
+        top = now
+    _store(out + head * DV, tokens, real, H * DV, total / mass[:, None], DV, VP)
+    tl.store(lse + tokens * H + head, top + tl.log(mass), mask=real)
+
+
+@triton.jit
+def _slopes(score, product, lse, delta, seen, softcap, SOFTCAP: tl.constexpr):
+    """(probabilities, gradient of the raw scores) from scaled scores, grad @ v, the rows' lse and sum(grad * out)."""
+    slope = 1.0
+    if SOFTCAP:
+        bent = _tanh(score / softcap)
+        score = softcap * bent
+        slope = 1 - bent * bent
+    p = tl.where(seen, tl.exp(score - lse), 0.0)
+    return p, p * (product - delta) * slope
+
+
+@triton.jit
+def _dq_kernel(
+    grad, q, k, v, out, lse, delta, dq, tiles, stride_g, head_g, stride_q, head_q, stride_k, head_k, stride_v, head_v,
+    scale, softcap, window, H,
+    GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program: one tile of queries of one head. Writes dq [T, H, DK] and delta = sum(grad * out), fp32 [T, H]."""
+    tile, head = tiles + (tl.program_id(0) // H) * 5, (tl.program_id(0) % H).to(tl.int64)
+    start, length, prefix = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    depth, first = tl.load(tile + 3), tl.load(tile + 4)
+    k += head // GROUP * head_k
+    v += head // GROUP * head_v
+    index = first + tl.arange(0, QUERIES)
+    tokens, real, at = start + index, index < length, depth + index
+    gs = _tile(grad + head * head_g, tokens, real, stride_g, DV, VP)
+    os = _tile(out + head * DV, tokens, real, H * DV, DV, VP)
+    deltas = tl.sum(gs.to(tl.float32) * os.to(tl.float32), 1)
+    tl.store(delta + tokens * H + head, deltas, mask=real)
+    qs = _tile(q + head * head_q, tokens, real, stride_q, DK, KP)
+    lses = tl.load(lse + tokens * H + head, mask=real, other=0.0)
+    total = tl.zeros([QUERIES, KP], tl.float32)
+    skip, of_prefix, own_skip, own = _steps(length, depth, first, window, QUERIES, KEYS, WINDOW)
+    for step in tl.range(0, of_prefix + own, num_stages=STAGES):
+        keys, position, exists = _keys(step, start, length, prefix, depth, skip, of_prefix, own_skip, KEYS)
+        ks, vs = _tile(k, keys, exists, stride_k, DK, KP), _tile(v, keys, exists, stride_v, DV, VP)
+        score = tl.dot(qs, tl.trans(ks), input_precision="ieee") * scale
+        product = tl.dot(gs, tl.trans(vs), input_precision="ieee")
+        seen = real[:, None] & exists[None, :] & (position[None, :] <= at[:, None])
+        if WINDOW:
+            seen &= position[None, :] > at[:, None] - window
+        p, slopes = _slopes(score, product, lses[:, None], deltas[:, None], seen, softcap, SOFTCAP)
+        total = tl.dot(slopes.to(ks.dtype), ks, total, input_precision="ieee")
+    _store(dq + head * DK, tokens, real, H * DK, total * scale, DK, KP)
+
+
+@triton.jit
+def _dkv_kernel(
+    grad, q, k, v, lse, delta, dk, dv, tiles, visits, stride_g, head_g, stride_q, head_q, stride_k, head_k, stride_v,
+    head_v, scale, softcap, window, HKV,
+    GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program: one tile of keys of one kv head, over all that see it. Writes dk [T, HKV, DK] and dv [T, HKV, DV]."""
+    tile, head = tiles + (tl.program_id(0) // HKV) * 4, (tl.program_id(0) % HKV).to(tl.int64)
+    H = HKV * GROUP
+    begin, end = tl.load(tile + 2), tl.load(tile + 3)
+    index = tl.arange(0, KEYS)
+    keys, exists = tl.load(tile) + index, index < tl.load(tile + 1)
+    ks = _tile(k + head * head_k, keys, exists, stride_k, DK, KP)
+    vs = _tile(v + head * head_v, keys, exists, stride_v, DV, VP)
+    dks, dvs = tl.zeros([KEYS, KP], tl.float32), tl.zeros([KEYS, VP], tl.float32)
+    for visit in range(begin, end):
+        start, length = tl.load(visits + visit * 4), tl.load(visits + visit * 4 + 1)
+        depth, position = tl.load(visits + visit * 4 + 2), tl.load(visits + visit * 4 + 3)
+        low = tl.maximum(position - depth, 0) // QUERIES * QUERIES  # tiles begin where those of the segment do
+        high = length
+        if WINDOW:
+            high = tl.minimum(length, position + KEYS - 1 + window - depth)
+        at_key = position + index
+        for member in range(GROUP):
+            h = head * GROUP + member
+            for first in tl.range(low, high, QUERIES, num_stages=STAGES):
+                rows = first + tl.arange(0, QUERIES)
+                tokens, real, at = start + rows, rows < length, depth + rows
+                qs = _tile(q + h * head_q, tokens, real, stride_q, DK, KP)
+                gs = _tile(grad + h * head_g, tokens, real, stride_g, DV, VP)
+                lses = tl.load(lse + tokens * H + h, mask=real, other=0.0)
+                deltas = tl.load(delta + tokens * H + h, mask=real, other=0.0)
+                score = tl.dot(ks, tl.trans(qs), input_precision="ieee") * scale
+                product = tl.dot(vs, tl.trans(gs), input_precision="ieee")
+                seen = exists[:, None] & real[None, :] & (at_key[:, None] <= at[None, :])
+                if WINDOW:
+                    seen &= at_key[:, None] > at[None, :] - window
+                p, slopes = _slopes(score, product, lses[None, :], deltas[None, :], seen, softcap, SOFTCAP)
+                dvs = tl.dot(p.to(gs.dtype), gs, dvs, input_precision="ieee")
+                dks = tl.dot(slopes.to(qs.dtype), qs, dks, input_precision="ieee")
+    _store(dk + head * DK, keys, exists, HKV * DK, dks * scale, DK, KP)
+    _store(dv + head * DV, keys, exists, HKV * DV, dvs, DV, VP)
+
+
+def packed_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int, softcap: float, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out [T, H, Dv] in q's dtype, lse fp32 [T, H]); 0 for a token in no segment. Shapes as in reference/packed.py."""
+    T, H, Hkv, dk, dv = *q.shape[:2], k.shape[1], k.shape[2], v.shape[2]
+    q, k, v = map(_rows, (q, k, v))
+    new = torch.empty if covers(segments, T) else torch.zeros
+    out = new(T, H, dv, dtype=q.dtype, device=q.device)
+    lse = new(T, H, dtype=torch.float32, device=q.device)
+    b = blocks("forward", dk, dv, q.dtype, target_of(q.device))
+    tiles = query_tiles(segments, b.queries, q.device)
+    if len(tiles):
+        _forward_kernel[(len(tiles) * H,)](
+            q, k, v, sinks, out, lse, tiles, *_strides(q, k, v), scale, softcap, window, H, SINKS=sinks is not None,
+            **_constants(H // Hkv, dk, dv, b, window, softcap), num_warps=b.warps, num_stages=b.stages,
+        )  # fmt: skip
+    return out, lse
+
+
+def packed_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    segments: Segments,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dsinks), each in the dtype of what it is the gradient of; dsinks [0] without sinks."""
+    T, H, Hkv, dk, dv = *q.shape[:2], k.shape[1], k.shape[2], v.shape[2]
+    grad, q, k, v = map(_rows, (grad, q, k, v))
+    new = torch.empty if covers(segments, T) else torch.zeros
+    d_q, delta = new(T, H, dk, dtype=q.dtype, device=q.device), new(T, H, dtype=torch.float32, device=q.device)
+    d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    strides, target = _strides(grad, q, k, v), target_of(q.device)
+    b = blocks("dq", dk, dv, q.dtype, target)
+    tiles = query_tiles(segments, b.queries, q.device)
+    if len(tiles):
+        _dq_kernel[(len(tiles) * H,)](
+            grad, q, k, v, out, lse, delta, d_q, tiles, *strides, scale, softcap, window, H,
+            **_constants(H // Hkv, dk, dv, b, window, softcap), num_warps=b.warps, num_stages=b.stages,
+        )  # fmt: skip
+    b = blocks("dkv", dk, dv, q.dtype, target)
+    tiles, visits = key_tiles(segments, T, b.keys, q.device)
+    if len(tiles):
+        _dkv_kernel[(len(tiles) * Hkv,)](
+            grad, q, k, v, lse, delta, d_k, d_v, tiles, visits, *strides, scale, softcap, window, Hkv,
+            **_constants(H // Hkv, dk, dv, b, window, softcap), num_warps=b.warps, num_stages=b.stages,
+        )  # fmt: skip
+    if sinks is None:
+        return d_q, d_k, d_v, q.new_empty(0)
+    return d_q, d_k, d_v, -((sinks.float() - lse).exp() * delta).sum(0).to(sinks.dtype)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [stride for x in tensors for stride in x.stride()[:2]]
+
+
+def _constants(group: int, dk: int, dv: int, b: Blocks, window: int, softcap: float) -> dict[str, Any]:
+    return dict(
+        GROUP=group, DK=dk, DV=dv, KP=padded(dk), VP=padded(dv), QUERIES=b.queries, KEYS=b.keys, WINDOW=window > 0,
+        SOFTCAP=softcap > 0, STAGES=b.stages,
+    )  # fmt: skip
+
+
+OFFLINE = [  # dtype, query heads per kv head, Dk, Dv, window, softcap, sinks
+    (torch.bfloat16, 2, 64, 64, 0, 0.0, False),
+    (torch.bfloat16, 4, 80, 80, 0, 0.0, False),
+    (torch.bfloat16, 2, 128, 128, 0, 0.0, False),
+    (torch.bfloat16, 8, 128, 128, 512, 30.0, True),
+    (torch.bfloat16, 16, 192, 128, 0, 0.0, False),
+    (torch.bfloat16, 2, 256, 256, 512, 30.0, False),
+    (torch.float32, 2, 64, 64, 0, 0.0, False),
+    (torch.float32, 2, 128, 128, 0, 0.0, False),
+    (torch.float32, 2, 128, 128, 512, 30.0, True),
+    (torch.float32, 2, 256, 256, 0, 0.0, False),
+]
+
+
+def offline_cases(target: str) -> list[Case]:
+    """All three kernels, as launched."""
+    cases = []
+    for dtype, group, dk, dv, window, softcap, sinks in OFFLINE:
+        data = "*fp32" if dtype == torch.float32 else "*bf16"
+        for kernel, name in ((_forward_kernel, "forward"), (_dq_kernel, "dq"), (_dkv_kernel, "dkv")):
+            b = blocks(name, dk, dv, dtype, target)
+            constants = _constants(group, dk, dv, b, window, softcap)
+            if kernel is _forward_kernel:
+                constants["SINKS"] = sinks
+            types = dict.fromkeys(("q", "k", "v", "sinks", "grad", "out", "dq", "dk", "dv"), data)
+            types |= dict(lse="*fp32", delta="*fp32", tiles="*i64", visits="*i64", scale="fp32", softcap="fp32")
+            signature = {x: "constexpr" if x in constants else types.get(x, "i32") for x in kernel.arg_names}
+            cases.append(Case(kernel, signature, constants, b.warps, b.stages))
+    return cases
