@@ -19,6 +19,8 @@ from fastcollab.kernels.offline import Case
 from fastcollab.kernels.packed_plan import Blocks, blocks, covers, key_tiles, padded, query_tiles, target_of
 from fastcollab.reference.packed import Segments
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # which takes bfloat16 for integers, and cuts it off
+
 
 @triton.jit
 def _tanh(x):
@@ -28,6 +30,23 @@ def _tanh(x):
     near = (y * z - 3.33332819422e-1) * z * x + x
     far = 1 - 2 / (tl.exp(2 * tl.abs(x)) + 1)
     return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _dot(a, b, total):
+    """total + a @ b in fp32, from operands of one dtype."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _round(x, dtype: tl.constexpr):
+    """fp32 to dtype, to the nearest."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -44,9 +63,16 @@ def _store(x, tokens, real, stride, value, WIDTH: tl.constexpr, PADDED: tl.const
     columns = tl.arange(0, PADDED)
     tl.store(
         x + tokens[:, None] * stride + columns[None, :],
-        value.to(x.dtype.element_ty),
+        _round(value, x.dtype.element_ty),
         mask=real[:, None] & (columns < WIDTH)[None, :],
     )
+
+
+@triton.jit
+def _row(tile):
+    """A row of the table of query tiles: packed indices as int64, for they get multiplied, and lengths as int32."""
+    start, length = tl.load(tile), tl.load(tile + 1).to(tl.int32)
+    return start, length, tl.load(tile + 2), tl.load(tile + 3).to(tl.int32), tl.load(tile + 4).to(tl.int32)
 
 
 @triton.jit
@@ -79,8 +105,7 @@ def _forward_kernel(
 ):  # fmt: skip
     """Program: one tile of queries of one head. out [T, H, DV] contiguous, lse fp32 [T, H]."""
     tile, head = tiles + (tl.program_id(0) // H) * 5, (tl.program_id(0) % H).to(tl.int64)
-    start, length, prefix = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    depth, first = tl.load(tile + 3), tl.load(tile + 4)
+    start, length, prefix, depth, first = _row(tile)
     k += head // GROUP * head_k
     v += head // GROUP * head_v
     index = first + tl.arange(0, QUERIES)
@@ -96,7 +121,7 @@ def _forward_kernel(
     for step in tl.range(0, of_prefix + own, num_stages=STAGES):
         keys, position, exists = _keys(step, start, length, prefix, depth, skip, of_prefix, own_skip, KEYS)
         ks, vs = _tile(k, keys, exists, stride_k, DK, KP), _tile(v, keys, exists, stride_v, DV, VP)
-        score = tl.dot(qs, tl.trans(ks), input_precision="ieee") * scale
+        score = _dot(qs, tl.trans(ks), tl.zeros([QUERIES, KEYS], tl.float32)) * scale
         if SOFTCAP:
             score = softcap * _tanh(score / softcap)
         seen = exists[None, :] & (position[None, :] <= at[:, None])
@@ -108,8 +133,9 @@ def _forward_kernel(
         p, shrink = tl.exp(score - base[:, None]), tl.exp(top - base)
         mass = mass * shrink + tl.sum(p, 1)
         total = total * shrink[:, None]
-        total = tl.dot(p.to(vs.dtype), vs, total, input_precision="ieee")
+        total = _dot(_round(p, vs.dtype), vs, total)
         top = now
+    mass = tl.where(real, mass, 1.0)  # a window may hide all from a row beyond the segment
     _store(out + head * DV, tokens, real, H * DV, total / mass[:, None], DV, VP)
     tl.store(lse + tokens * H + head, top + tl.log(mass), mask=real)
 
@@ -135,8 +161,7 @@ def _dq_kernel(
 ):  # fmt: skip
     """Program: one tile of queries of one head. Writes dq [T, H, DK] and delta = sum(grad * out), fp32 [T, H]."""
     tile, head = tiles + (tl.program_id(0) // H) * 5, (tl.program_id(0) % H).to(tl.int64)
-    start, length, prefix = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    depth, first = tl.load(tile + 3), tl.load(tile + 4)
+    start, length, prefix, depth, first = _row(tile)
     k += head // GROUP * head_k
     v += head // GROUP * head_v
     index = first + tl.arange(0, QUERIES)
@@ -152,13 +177,13 @@ def _dq_kernel(
     for step in tl.range(0, of_prefix + own, num_stages=STAGES):
         keys, position, exists = _keys(step, start, length, prefix, depth, skip, of_prefix, own_skip, KEYS)
         ks, vs = _tile(k, keys, exists, stride_k, DK, KP), _tile(v, keys, exists, stride_v, DV, VP)
-        score = tl.dot(qs, tl.trans(ks), input_precision="ieee") * scale
-        product = tl.dot(gs, tl.trans(vs), input_precision="ieee")
+        score = _dot(qs, tl.trans(ks), tl.zeros([QUERIES, KEYS], tl.float32)) * scale
+        product = _dot(gs, tl.trans(vs), tl.zeros([QUERIES, KEYS], tl.float32))
         seen = real[:, None] & exists[None, :] & (position[None, :] <= at[:, None])
         if WINDOW:
             seen &= position[None, :] > at[:, None] - window
         p, slopes = _slopes(score, product, lses[:, None], deltas[:, None], seen, softcap, SOFTCAP)
-        total = tl.dot(slopes.to(ks.dtype), ks, total, input_precision="ieee")
+        total = _dot(_round(slopes, ks.dtype), ks, total)
     _store(dq + head * DK, tokens, real, H * DK, total * scale, DK, KP)
 
 
@@ -179,8 +204,8 @@ def _dkv_kernel(
     vs = _tile(v + head * head_v, keys, exists, stride_v, DV, VP)
     dks, dvs = tl.zeros([KEYS, KP], tl.float32), tl.zeros([KEYS, VP], tl.float32)
     for visit in range(begin, end):
-        start, length = tl.load(visits + visit * 4), tl.load(visits + visit * 4 + 1)
-        depth, position = tl.load(visits + visit * 4 + 2), tl.load(visits + visit * 4 + 3)
+        start, length = tl.load(visits + visit * 4), tl.load(visits + visit * 4 + 1).to(tl.int32)
+        depth, position = tl.load(visits + visit * 4 + 2).to(tl.int32), tl.load(visits + visit * 4 + 3).to(tl.int32)
         low = tl.maximum(position - depth, 0) // QUERIES * QUERIES  # tiles begin where those of the segment do
         high = length
         if WINDOW:
@@ -195,14 +220,14 @@ def _dkv_kernel(
                 gs = _tile(grad + h * head_g, tokens, real, stride_g, DV, VP)
                 lses = tl.load(lse + tokens * H + h, mask=real, other=0.0)
                 deltas = tl.load(delta + tokens * H + h, mask=real, other=0.0)
-                score = tl.dot(ks, tl.trans(qs), input_precision="ieee") * scale
-                product = tl.dot(vs, tl.trans(gs), input_precision="ieee")
+                score = _dot(ks, tl.trans(qs), tl.zeros([KEYS, QUERIES], tl.float32)) * scale
+                product = _dot(vs, tl.trans(gs), tl.zeros([KEYS, QUERIES], tl.float32))
                 seen = exists[:, None] & real[None, :] & (at_key[:, None] <= at[None, :])
                 if WINDOW:
                     seen &= at_key[:, None] > at[None, :] - window
                 p, slopes = _slopes(score, product, lses[None, :], deltas[None, :], seen, softcap, SOFTCAP)
-                dvs = tl.dot(p.to(gs.dtype), gs, dvs, input_precision="ieee")
-                dks = tl.dot(slopes.to(qs.dtype), qs, dks, input_precision="ieee")
+                dvs = _dot(_round(p, gs.dtype), gs, dvs)
+                dks = _dot(_round(slopes, qs.dtype), qs, dks)
     _store(dk + head * DK, keys, exists, HKV * DK, dks * scale, DK, KP)
     _store(dv + head * DV, keys, exists, HKV * DV, dvs, DV, VP)
 
