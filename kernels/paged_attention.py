@@ -1,9 +1,9 @@
 """Paged attention in Triton: append, then attend, one launch for decode, hand-off and prefill rows together.
 
-A program takes up to ``tile`` queries of one row and one kv head (tokens x the query heads that share it, so K and V are
-read once per group) and walks over the keys in steps aligned to absolute position. Rows with few queries are cut every
-``split`` positions, and a second kernel merges the pieces. Rows whose block tables are equal over one piece share a
-prompt: where each has one new token, one program reads that piece for all of them.
+A program takes up to ``tile`` queries of one row and one kv head (tokens x the query heads that share it, so K and V
+are read once per group) and walks over the keys in steps aligned to absolute position. Rows with few queries are cut
+every ``split`` positions, and a second kernel merges the pieces. Rows whose block tables are equal over one piece share
+a prompt: where each has one new token, one program reads that piece for all of them.
 
 The keys and values of new tokens are read from k and v and stored by programs of their own, so no program reads from
 the pool what another one of the launch writes.
@@ -20,8 +20,8 @@ from fastcollab.config import require
 from fastcollab.kernels import paged_plan
 from fastcollab.kernels.offline import Case
 from fastcollab.kernels.paged_plan import APPEND, LOG2E, padded
+from fastcollab.kernels.paged_walk import BOTH, POOL, load_query, walk
 
-POOL, BOTH, NEW = (tl.constexpr(i) for i in range(3))  # where a step finds its keys
 CHUNK = tl.constexpr(8)  # pieces merged at once, aligned to absolute position
 
 
@@ -42,93 +42,18 @@ def _row_of(number, q_indptr, rows, SLOTS: tl.constexpr, GROUP: tl.constexpr, TI
 
 
 @triton.jit
-def _tanh(x):
-    """tanh to fp32 rounding: a polynomial near 0, where 1 - exp(-2 |x|) cancels (Cephes' tanhf)."""
-    z = x * x
-    near = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
-    near = x + x * z * (near - 3.33332819422e-1)
-    e = tl.exp2(tl.abs(x) * -2.8853900817779268)
-    far = (1 - e) / (1 + e)
-    return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0, -far, far))
-
-
-@triton.jit
-def _load(page, fresh, in_pool, is_new, column, WIDTH: tl.constexpr, FROM: tl.constexpr, like):
-    """[keys, width] from addresses per key, 0 where there is no key; new ones are rounded as the pool rounds them."""
-    column_ok = column[None, :] < WIDTH
-    if FROM != NEW:
-        old = tl.load(page[:, None] + column[None, :], mask=in_pool[:, None] & column_ok, other=0.0)
-    if FROM != POOL:
-        new = tl.load(fresh[:, None] + column[None, :], mask=is_new[:, None] & column_ok, other=0.0)
-        new = new.to(page.dtype.element_ty)
-        old = tl.where(in_pool[:, None], old, new) if FROM == BOTH else new
-    return old.to(like.dtype)
-
-
-@triton.jit
-def _query(address, valid, first, PART: tl.constexpr, DK: tl.constexpr):
-    column = first + tl.arange(0, PART)
-    return tl.load(address[:, None] + column[None, :], mask=valid[:, None] & (column[None, :] < DK), other=0.0)
-
-
-@triton.jit
-def _walk(
-    query, address, valid, top, mass, acc, at, first, end, low, stop, old, begin, source, scale, softcap, window,
-    DK: tl.constexpr, KP: tl.constexpr, PART: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, FROM: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over key steps first .. end. Queries are at positions ``at``; base-2 logits. -> top, mass, acc."""
-    table, k, v, k_pool, v_pool, k_token, v_token, k_block, k_slot, v_block, v_slot = source
-    dv = tl.arange(0, acc.shape[1])
-    for step in tl.range(first, end, num_stages=STAGES):
-        position = step * KEYS + tl.arange(0, KEYS)
-        in_pool = (position >= low) & (position < old)
-        is_new = (position >= old) & (position < stop)
-        if FROM == NEW:
-            k_page, v_page = k_pool + position, v_pool + position  # only their type is used
-        else:
-            page = tl.load(table + position // PAGE, mask=in_pool, other=0).to(tl.int64)
-            k_page = k_pool + page * k_block + (position % PAGE) * k_slot
-            v_page = v_pool + page * v_block + (position % PAGE) * v_slot
-        token = (begin + position - old).to(tl.int64)
-        score = tl.zeros([query.shape[0], KEYS], tl.float32)
-        for i in tl.static_range(KP // PART):
-            if PART < KP:  # the query does not fit beside the keys
-                query = _query(address, valid, i * PART, PART, DK)
-            dk = i * PART + tl.arange(0, PART)
-            key = _load(k_page, k + token * k_token, in_pool, is_new, dk, DK, FROM, query)
-            score = tl.dot(query, tl.trans(key), score, input_precision="ieee")
-        score *= scale
-        if SOFTCAP:
-            score = softcap * _tanh(score)
-        if WINDOW:
-            score = tl.where(position[None, :] > at[:, None] - window, score, -float("inf"))
-        if FROM != POOL:
-            score = tl.where(position[None, :] <= at[:, None], score, -float("inf"))
-        now = tl.maximum(top, tl.max(score, 1))
-        base = tl.where(now == -float("inf"), 0.0, now)  # no key was visible yet
-        weight = tl.exp2(score - base[:, None])
-        shrink = tl.exp2(top - base)
-        mass = mass * shrink + tl.sum(weight, 1)
-        value = _load(v_page, v + token * v_token, in_pool, is_new, dv, DV, FROM, query)
-        acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
-        top = now
-    return top, mass, acc
-
-
-@triton.jit
 def _attend(
     q, out, partial, stats, sinks, source, token, head, at, valid, slot, direct, piece, start, stop, old, begin,
     q_token, q_head, kv_head, splits, scale, softcap, window,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
-    PART: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    MERGE: tl.constexpr, STAGES: tl.constexpr,
+    PART: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries (token, head, at, valid, slot: [M]) over positions start .. stop of one row's table."""
     M: tl.constexpr = token.shape[0]
     dv = tl.arange(0, VP)
     address = q + token.to(tl.int64) * q_token + head * q_head
-    query = _query(address, valid, 0, PART, DK)
+    query = load_query(address, valid, 0, PART, DK)
     top = tl.full([M], -float("inf"), tl.float32)
     mass = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, VP], tl.float32)
@@ -138,7 +63,7 @@ def _attend(
     for origin in tl.static_range(3):
         first = start // KEYS if origin == POOL else tl.maximum(start // KEYS, whole if origin == BOTH else both)
         last = whole if origin == POOL else both if origin == BOTH else end
-        top, mass, acc = _walk(
+        top, mass, acc = walk(
             query, address, valid, top, mass, acc, at, first, last, start, stop, old, begin, source, scale, softcap,
             window, DK, KP, PART, DV, PAGE, KEYS, origin, WINDOW, SOFTCAP, 1 if origin == BOTH else STAGES,
         )  # fmt: skip
@@ -206,9 +131,9 @@ def append_and_attend(
     q_token, q_head, k_token, k_head, v_token, v_head, k_block, k_slot, k_pool_head, v_block, v_slot, v_pool_head,
     table_row, tokens, rows, tiles, splits, window, scale, softcap,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
-    PART: tl.constexpr, PAGE: tl.constexpr, SHORT: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
-    LIMIT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, MERGE: tl.constexpr,
-    COUNT: tl.constexpr, STAGES: tl.constexpr,
+    PART: tl.constexpr, PAGE: tl.constexpr, SHORT: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
+    SPLIT: tl.constexpr, LIMIT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    MERGE: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A 1-D grid: first (piece, tile, kv head), kv heads fastest, then (16 tokens to append, kv head)."""
     pid = tl.program_id(0)
@@ -247,7 +172,8 @@ def append_and_attend(
 
     table = block_table + row.to(tl.int64) * table_row
     source = (
-        table, k + kv_head * k_head, v + kv_head * v_head, k_pool + kv_head * k_pool_head, v_pool + kv_head * v_pool_head,
+        table, k + kv_head * k_head, v + kv_head * v_head,
+        k_pool + kv_head * k_pool_head, v_pool + kv_head * v_pool_head,
         k_token, v_token, k_block, k_slot, v_block, v_slot,
     )  # fmt: skip
     short = n * GROUP <= SHORT if SHORT < TILE else True
@@ -338,10 +264,10 @@ def paged_attention(
 ) -> Tensor:
     """:func:`fastcollab.reference.attention.paged_attention`, with any strides but unit stride in the last dimension.
 
-    ``ValueError`` where shapes, dtypes or strides disagree. The values of slot_mapping, block_table, q_indptr and kv_len
-    lie on the device and are not checked, that would wait for it: wrong ones read and write outside the tensors. No row
-    may read, through its block table, a slot that this call writes for another row. Sizes depend on shapes alone, so a
-    call can be captured in a CUDA graph.
+    ``ValueError`` where shapes, dtypes or strides disagree. The values of slot_mapping, block_table, q_indptr and
+    kv_len lie on the device and are not checked, that would wait for it: wrong ones read and write outside the tensors.
+    No row may read, through its block table, a slot that this call writes for another row. Sizes depend on shapes
+    alone, so a call can be captured in a CUDA graph.
 
     A query's bits depend on its own row, not on others. They are the same however the row's tokens are split over
     calls as long as each call, or none, gives the row at most ``Blocks.short`` queries (tokens x H / Hkv), and each or
@@ -367,8 +293,8 @@ def paged_attention(
             out, partial, stats, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *k_pool.stride()[:3],
             *v_pool.stride()[:3], block_table.stride(0), tokens, rows, p.tiles, p.splits, window,
             scale / softcap if capped else scale * LOG2E, softcap * LOG2E,
-            group, kv_heads, dk, dv, padded(dk), padded(dv), min(b.part, padded(dk)), page, b.short, b.tile, b.keys, b.split, b.limit,
-            window > 0, capped, sinks is not None, p.merge > 0, APPEND, b.stages, num_warps=b.warps,
+            group, kv_heads, dk, dv, padded(dk), padded(dv), min(b.part, padded(dk)), page, b.short, b.tile, b.keys,
+            b.split, b.limit, window > 0, capped, sinks is not None, p.merge > 0, APPEND, b.stages, num_warps=b.warps,
         )  # fmt: skip
         if p.merge:
             merge_pieces[(p.merge,)](
@@ -424,8 +350,8 @@ def offline_cases(target: str) -> list[Case]:
     for dtype, group, dk, dv, window, softcap, sinks in OFFLINE:
         b, kind = paged_plan.blocks(group, dk, dv, dtype, target), TYPES[dtype]
         sizes = dict(GROUP=group, HEADS=8, DV=dv, VP=padded(dv), SPLIT=b.split, LIMIT=b.limit, WINDOW=window)
-        own = dict(DK=dk, KP=padded(dk), PART=min(b.part, padded(dk)), PAGE=16, SHORT=b.short, TILE=b.tile, KEYS=b.keys, SOFTCAP=softcap,
-                   SINKS=sinks, MERGE=True, COUNT=APPEND, STAGES=b.stages)  # fmt: skip
+        own = dict(DK=dk, KP=padded(dk), PART=min(b.part, padded(dk)), PAGE=16, SHORT=b.short, TILE=b.tile, KEYS=b.keys,
+                   SOFTCAP=softcap, SINKS=sinks, MERGE=True, COUNT=APPEND, STAGES=b.stages)  # fmt: skip
         special = dict.fromkeys(("slot_mapping", "block_table", "q_indptr", "kv_len"), "*i32")
         special |= dict(partial="*fp32", stats="*fp32", scale="fp32", softcap="fp32")
         special |= dict.fromkeys(("q", "k", "v", "k_pool", "v_pool", "sinks", "out"), kind)

@@ -32,7 +32,7 @@ def blocks(group: int, dk: int, dv: int, dtype: torch.dtype, target: str) -> Blo
     """
     width, fp32 = max(padded(dk), padded(dv)), dtype == torch.float32
     hopper = target in ("sm_90", "sm_100")
-    tile = 16 if fp32 else 64 if width <= (128 if hopper else 64) else 32
+    tile = 16 if fp32 else 64 if hopper and width <= 128 else 32
     keys = 16 if fp32 or target == "gfx942" else max(16, min(64 if hopper else 32, 4096 // width))
     warps = 4 if width <= 128 and not fp32 else 8
     stages = 3 if hopper and warps == 4 else 1 if target == "gfx942" and warps == 8 else 2

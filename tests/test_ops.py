@@ -288,7 +288,7 @@ def test_forced_implementations():
         with ops.use_impl("reference"):
             assert ops.impl_report()["sample"]["cpu"] == "reference"
         with pytest.raises(RuntimeError, match="paged_attention: got the forced implementation 'triton', need"):
-            ops.paged_attention(**case)
+            run(case, "triton", torch.float64)
     assert ops.impl_report()["forced"] is None
     assert torch.isfinite(ops.paged_attention(**case)).all()
 
