@@ -9,33 +9,25 @@
 
 namespace fc {
 
-constexpr int64_t kTile = 64;  // keys per tile, aligned to absolute position
+constexpr int64_t kTile = 64;   // keys per tile, aligned to absolute position
+constexpr int64_t kChunk = 16;  // keys whose rows are read for all heads in turn, as memory likes it
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 FC_INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-// A tile of keys. Only keys first .. last are read; begin .. end are these rounded to 32, all counted from `start`.
+// A tile of keys. Only keys first .. last are read; begin .. end are these rounded to 16, all counted from `start`.
 struct Tile {
   int64_t start, first, last, begin, end;
   Tile(int64_t number, int64_t low, int64_t high)
       : start(number * kTile),
         first(std::max(low - start, int64_t{0})),
         last(std::min(high - start, kTile)),
-        begin(first / 32 * 32),
-        end(round_up(last, 32)) {}
+        begin(first / kChunk * kChunk),
+        end(round_up(last, kChunk)) {}
   bool has(int64_t key) const { return key >= first && key < last; }
 };
 
-// Keys of a tile that are packed and multiplied at once: four vectors of them fill the registers.
-template <class V>
-inline constexpr int64_t kChunk = 4 * kLanes<V>;
-
-struct Chunk {
-  int64_t begin, size;
-};
-
-// Where the keys and values of a tile lie (head 0). Where it has no key, some row of it: fit to be prefetched, not
-// read.
+// Where the keys and values of a tile lie (head 0).
 template <class P>
 struct Rows {
   const P *key[kTile], *value[kTile];
@@ -52,113 +44,123 @@ struct Rows {
         v += a.v_pool_slot;
       }
     }
-    for (int64_t i = 0; i < kTile; ++i) {
-      if (tile.has(i)) continue;
-      key[i] = key[tile.first];
-      value[i] = value[tile.first];
-    }
   }
 };
 
-// Rows to be read next: while a chunk is read, as much is asked for here, so that memory never waits for arithmetic.
+// Rows of one head and chunk, `width` wide: where they lie. Zeros where the tile has no key.
 template <class P>
-struct Ahead {
-  const P* const* row;
-  int64_t offset;
-
-  template <int64_t count>
-  FC_INLINE void prefetch(int64_t key, int64_t d) const {
-    const P* at = row[key] + offset + d;
-    FC_UNROLL
-    for (int64_t i = 0; i < count; i += 64 / sizeof(P)) __builtin_prefetch(at + i, 0, 2);
+FC_INLINE void point(const P* const* row, const Tile& tile, int64_t begin, int64_t offset, const float* zero,
+                     const P** out) {
+  for (int64_t i = 0; i < kChunk; ++i) {
+    out[i] = tile.has(begin + i) ? row[begin + i] + offset : reinterpret_cast<const P*>(zero);
   }
-};
+}
 
-// Keys as columns: out [Dk][kChunk], 0 where the tile has no key.
+// The same rows as fp32, filled up with zeros to a multiple of 16: in `copy` [kChunk][width rounded up].
 template <class V, class P>
-FC_INLINE void pack_keys(const Rows<P>& rows, const Tile& tile, const Chunk& chunk, int64_t offset, int64_t dk,
-                         const P* zero, const Ahead<P>& ahead, float* out) {
-  constexpr int64_t line = 64 / sizeof(P);
-  for (int64_t key = 0; key < chunk.size; key += 8) {
-    const P* source[8];
-    FC_UNROLL
-    for (int j = 0; j < 8; ++j) {
-      const int64_t at = chunk.begin + key + j;
-      source[j] = tile.has(at) ? rows.key[at] + offset : zero;
-    }
-    const P *s0 = source[0], *s1 = source[1], *s2 = source[2], *s3 = source[3];
-    const P *s4 = source[4], *s5 = source[5], *s6 = source[6], *s7 = source[7];
+FC_INLINE void widen_rows(const P* const* row, const Tile& tile, int64_t begin, int64_t offset, int64_t width,
+                          const float* zero, float* copy, const float** out) {
+  const int64_t padded = round_up(width, 16);
+  for (int64_t i = 0; i < kChunk; ++i, copy += padded) {
+    out[i] = zero;
+    if (!tile.has(begin + i)) continue;
+    const P* source = row[begin + i] + offset;
+    out[i] = copy;
     int64_t d = 0;
-    for (; d + 8 <= dk; d += 8) {
-      if (d % line == 0) {
+    for (; d + kLanes<V> <= width; d += kLanes<V>) write(copy + d, read<V>(source + d));
+    for (; d < padded; ++d) copy[d] = d < width ? widen(source[d]) : 0.0f;
+  }
+}
+
+// Whether rows are read where they lie: in whole vectors, and widened anew for every pair of queries.
+template <class P>
+FC_INLINE bool in_place(int64_t width, int64_t queries) {
+  return width % 16 == 0 && (sizeof(P) == sizeof(float) || queries <= 4);
+}
+
+// score[i][j] = q[i] . key[j] for N queries and M keys. A sum runs over sixteen lanes d mod 16, these fold to eight,
+// and eight sums at once fold to one lane each.
+template <class V, int N, int M, class S>
+FC_INLINE void dot(const float* q, const S* const* key, int64_t dk, float* score) {
+  constexpr int parts = 16 / kLanes<V>, some = kLanes<V> == 16 ? M : 4 / N;  // `some` keys fill the registers
+  static_assert(N * M % 8 == 0 && M % some == 0);
+  f32x8 sums[N][M];
+  FC_UNROLL
+  for (int first = 0; first < M; first += some) {
+    V sum[N][some][parts];
+    FC_UNROLL
+    for (int i = 0; i < N; ++i) {
+      FC_UNROLL
+      for (int j = 0; j < some; ++j) {
         FC_UNROLL
-        for (int j = 0; j < 8; ++j) ahead.template prefetch<line>(key + j, d);
+        for (int part = 0; part < parts; ++part) sum[i][j][part] = V{};
       }
-      f32x8 r[8] = {load8(s0 + d), load8(s1 + d), load8(s2 + d), load8(s3 + d),
-                    load8(s4 + d), load8(s5 + d), load8(s6 + d), load8(s7 + d)};
-      transpose(r);
+    }
+    for (int64_t d = 0; d < dk; d += 16) {
       FC_UNROLL
-      for (int j = 0; j < 8; ++j) std::memcpy(out + (d + j) * kChunk<V> + key, &r[j], sizeof r[j]);
+      for (int part = 0; part < parts; ++part) {
+        const int64_t at = d + part * kLanes<V>;
+        V keys[some];
+        FC_UNROLL
+        for (int j = 0; j < some; ++j) keys[j] = loaded(read<V>(key[first + j] + at));
+        FC_UNROLL
+        for (int i = 0; i < N; ++i) {
+          const V query = loaded(read<V>(q + i * dk + at));
+          FC_UNROLL
+          for (int j = 0; j < some; ++j) sum[i][j][part] = fused(query, keys[j], sum[i][j][part]);
+        }
+      }
     }
-    for (; d < dk; ++d) {
-      for (int j = 0; j < 8; ++j) out[d * kChunk<V> + key + j] = widen(source[j][d]);
-    }
-  }
-}
-
-// score[i][key] = q[i] . k[key] for N queries and M vectors of keys; each sum runs over d in order.
-template <class V, int N, int M>
-FC_INLINE void multiply_keys(const float* q, const float* k, int64_t dk, float* score) {
-  V sum[N][M];
-  FC_UNROLL
-  for (int i = 0; i < N; ++i) {
     FC_UNROLL
-    for (int j = 0; j < M; ++j) sum[i][j] = V{};
-  }
-  for (int64_t d = 0; d < dk; ++d) {
-    FC_UNROLL
-    for (int j = 0; j < M; ++j) {
-      const V keys = loaded(read<V>(k + d * kChunk<V> + kLanes<V> * j));
+    for (int i = 0; i < N; ++i) {
       FC_UNROLL
-      for (int i = 0; i < N; ++i) sum[i][j] = fused(fill<V>(q[i * dk + d]), keys, sum[i][j]);
+      for (int j = 0; j < some; ++j) sums[i][first + j] = halves(sum[i][j]);
     }
   }
+  constexpr int together = M < 8 ? M : 8;  // keys of one query among eight sums
   FC_UNROLL
-  for (int i = 0; i < N; ++i) {
+  for (int i = 0; i < N; i += 8 / together) {
     FC_UNROLL
-    for (int j = 0; j < M; ++j) write(score + i * kTile + kLanes<V> * j, sum[i][j]);
+    for (int j = 0; j < M; j += together) {
+      f32x8 eight[8];
+      FC_UNROLL
+      for (int n = 0; n < 8; ++n) eight[n] = sums[i + n / together][j + n % together];
+      const f32x8 total = fold_eight(eight);
+      FC_UNROLL
+      for (int n = 0; n < 8; n += together) {
+        std::memcpy(score + (i + n / together) * kTile + j, reinterpret_cast<const float*>(&total) + n,
+                    together * sizeof(float));
+      }
+    }
   }
 }
 
-template <class V, int N>
-FC_INLINE void score_queries(const float* q, const float* k, int64_t keys, int64_t dk, float* score) {
-  int64_t key = 0;
-  if constexpr (N <= 2) {
-    for (; key + kChunk<V> <= keys; key += kChunk<V>) multiply_keys<V, N, 4>(q, k + key, dk, score + key);
-  }
-  for (; key < keys; key += 2 * kLanes<V>) multiply_keys<V, N, 2>(q, k + key, dk, score + key);
-}
-
-template <class V>
-FC_INLINE void score_keys(const float* q, const float* k, int64_t keys, int64_t dk, int64_t queries, float* score) {
+template <class V, class S>
+FC_INLINE void score_keys(const float* q, const S* const* key, int64_t dk, int64_t queries, float* score) {
   int64_t i = 0;
-  for (; i + 4 <= queries; i += 4) score_queries<V, 4>(q + i * dk, k, keys, dk, score + i * kTile);
-  for (; i + 2 <= queries; i += 2) score_queries<V, 2>(q + i * dk, k, keys, dk, score + i * kTile);
-  for (; i < queries; ++i) score_queries<V, 1>(q + i * dk, k, keys, dk, score + i * kTile);
+  if constexpr (kLanes<V> == 16) {
+    for (; i + 4 <= queries; i += 4) {
+      for (int64_t j = 0; j < kChunk; j += 4) dot<V, 4, 4>(q + i * dk, key + j, dk, score + i * kTile + j);
+    }
+  }
+  for (; i + 2 <= queries; i += 2) {
+    for (int64_t j = 0; j < kChunk; j += 4) dot<V, 2, 4>(q + i * dk, key + j, dk, score + i * kTile + j);
+  }
+  for (; i < queries; ++i) {
+    for (int64_t j = 0; j < kChunk; j += 8) dot<V, 1, 8>(q + i * dk, key + j, dk, score + i * kTile + j);
+  }
 }
 
-// acc[i] += sum over keys of p[i][key] * v[key] for N queries and M vectors of columns; keys in order.
-template <class V, int N, int M, class S, class P>
-FC_INLINE void multiply_values(const float* p, const S* const* value, int64_t column, int64_t keys, int64_t width,
-                               const Ahead<P>* ahead, float* acc) {
+// acc[i] += sum over a chunk's keys of p[i][key] * value[key] for N queries and M vectors of columns; keys in order.
+template <class V, int N, int M, class S>
+FC_INLINE void multiply_values(const float* p, const S* const* value, int64_t column, int64_t width, float* acc) {
   V sum[N][M];
   FC_UNROLL
   for (int i = 0; i < N; ++i) {
     FC_UNROLL
     for (int j = 0; j < M; ++j) sum[i][j] = read<V>(acc + i * width + kLanes<V> * j);
   }
-  for (int64_t key = 0; key < keys; ++key) {
-    if (ahead) ahead->template prefetch<M * kLanes<V>>(key, column);
+  for (int64_t key = 0; key < kChunk; ++key) {
     FC_UNROLL
     for (int j = 0; j < M; ++j) {
       const V v = loaded(read<V>(value[key] + column + kLanes<V> * j));
@@ -173,54 +175,18 @@ FC_INLINE void multiply_values(const float* p, const S* const* value, int64_t co
   }
 }
 
-template <class V, int N, class S, class P>
-FC_INLINE void accumulate(const float* p, const S* const* value, int64_t keys, int64_t width, const Ahead<P>* ahead,
-                          float* acc) {
+template <class V, int N, class S>
+FC_INLINE void accumulate(const float* p, const S* const* value, int64_t width, float* acc) {
   int64_t d = 0;
-  for (; d + 4 * kLanes<V> <= width; d += 4 * kLanes<V>) {
-    multiply_values<V, N, 4>(p, value, d, keys, width, ahead, acc + d);
-  }
-  for (; d < width; d += 16) multiply_values<V, N, 16 / kLanes<V>>(p, value, d, keys, width, ahead, acc + d);
+  for (; d + 4 * kLanes<V> <= width; d += 4 * kLanes<V>) multiply_values<V, N, 4>(p, value, d, width, acc + d);
+  for (; d < width; d += 16) multiply_values<V, N, 16 / kLanes<V>>(p, value, d, width, acc + d);
 }
 
-template <class V, class S, class P>
-FC_INLINE void accumulate_queries(const float* p, const S* const* value, int64_t keys, int64_t width,
-                                  const Ahead<P>& ahead, int64_t queries, float* acc) {
+template <class V, class S>
+FC_INLINE void add_values(const float* p, const S* const* value, int64_t width, int64_t queries, float* acc) {
   int64_t i = 0;
-  for (; i + 2 <= queries; i += 2) {
-    accumulate<V, 2>(p + i * kTile, value, keys, width, i ? nullptr : &ahead, acc + i * width);
-  }
-  for (; i < queries; ++i) accumulate<V, 1>(p + i * kTile, value, keys, width, i ? nullptr : &ahead, acc + i * width);
-}
-
-// Adds the chunk's weighted values to acc. Rows are read where they lie if that is whole vectors and they need no
-// widening worth keeping, else from a copy [kChunk][Dv rounded to 16]; zeros where the tile has no key.
-template <class V, class P>
-FC_INLINE void add_values(const Rows<P>& rows, const Tile& tile, const Chunk& chunk, int64_t offset, int64_t dv,
-                          const float* zero, const Ahead<P>& ahead, const float* p, int64_t queries, float* copy,
-                          float* acc) {
-  const int64_t width = round_up(dv, 16);
-  if (width == dv && (sizeof(P) == sizeof(float) || queries <= 4)) {
-    const P* value[kTile];
-    for (int64_t key = 0; key < chunk.size; ++key) {
-      const int64_t at = chunk.begin + key;
-      value[key] = tile.has(at) ? rows.value[at] + offset : reinterpret_cast<const P*>(zero);
-    }
-    return accumulate_queries<V>(p, value, chunk.size, width, ahead, queries, acc);
-  }
-  const float* value[kTile];
-  for (int64_t key = 0; key < chunk.size; ++key) {
-    const int64_t at = chunk.begin + key;
-    value[key] = zero;
-    if (!tile.has(at)) continue;
-    const P* source = rows.value[at] + offset;
-    float* row = copy + key * width;
-    value[key] = row;
-    int64_t d = 0;
-    for (; d + kLanes<V> <= dv; d += kLanes<V>) write(row + d, read<V>(source + d));
-    for (; d < width; ++d) row[d] = d < dv ? widen(source[d]) : 0.0f;
-  }
-  accumulate_queries<V>(p, value, chunk.size, width, ahead, queries, acc);
+  for (; i + 2 <= queries; i += 2) accumulate<V, 2>(p + i * kTile, value, width, acc + i * width);
+  for (; i < queries; ++i) accumulate<V, 1>(p + i * kTile, value, width, acc + i * width);
 }
 
 // Sixteen running lanes in vectors V, and their sum or maximum by the tree of simd.h.

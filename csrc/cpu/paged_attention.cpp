@@ -26,18 +26,17 @@ struct Task {
 // One worker's buffers, reused by all of its tasks.
 struct Scratch {
   std::unique_ptr<float[], void (*)(float*)> memory;
-  float *q, *k, *v, *score, *acc, *top, *mass, *zero;
+  float *q, *rows, *score, *acc, *top, *mass, *zero;
 
   Scratch(const PagedAttention& a, int64_t queries)
       : memory(nullptr, [](float* p) { ::operator delete[](p, kAlign); }) {
     const int64_t dk = round_up(a.Dk, 16), dv = round_up(a.Dv, 16), n = round_up(queries, 16),
                   widest = std::max(dk, dv);
-    const int64_t size = n * (dk + kTile + dv + 2) + kTile * (dk + dv) + widest;
+    const int64_t size = n * (dk + kTile + dv + 2) + (kChunk + 1) * widest;
     memory.reset(static_cast<float*>(::operator new[](size * sizeof(float), kAlign)));
     q = memory.get();
-    k = q + n * dk;
-    v = k + kTile * dk;
-    score = v + kTile * dv;
+    rows = q + n * dk;
+    score = rows + kChunk * widest;
     acc = score + n * kTile;
     zero = acc + n * dv;
     top = zero + widest;
@@ -69,7 +68,8 @@ FC_INLINE void write_output(const PagedAttention& a, const Query& query, const f
 template <class P, class V>
 FC_INLINE void attend(const PagedAttention& a, const Task& task, const Scratch& s) {
   // queries: of one kv head; position: of the first token
-  const int64_t group = a.H / a.Hkv, queries = task.count * group, width = round_up(a.Dv, 16);
+  const int64_t group = a.H / a.Hkv, queries = task.count * group, depth = round_up(a.Dk, 16),
+                width = round_up(a.Dv, 16);
   const int64_t position = a.kv_len[task.row] - a.q_indptr[task.row + 1] + task.token;
   const int32_t* table = a.block_table + task.row * a.B;
   const bool wide = a.type == Type::kFloat32;
@@ -77,7 +77,9 @@ FC_INLINE void attend(const PagedAttention& a, const Task& task, const Scratch& 
   for (int64_t h = 0, at = 0; h < task.heads; ++h) {
     for (int64_t i = 0; i < queries; ++i, ++at) {
       const Query query(a, task, h, i);
-      wide ? read_query<float>(a, query, s.q + at * a.Dk) : read_query<bf16>(a, query, s.q + at * a.Dk);
+      float* q = s.q + at * depth;
+      wide ? read_query<float>(a, query, q) : read_query<bf16>(a, query, q);
+      for (int64_t d = a.Dk; d < depth; ++d) q[d] = 0;
       for (int64_t d = 0; d < width; ++d) s.acc[at * width + d] = 0;
       s.top[at] = a.sinks ? a.sinks[query.head] : -kInfinity;
       s.mass[at] = a.sinks ? 1 : 0;
@@ -85,28 +87,30 @@ FC_INLINE void attend(const PagedAttention& a, const Task& task, const Scratch& 
   }
 
   const int64_t low = a.first_visible(position), high = position + task.count;
-  const P* zero = reinterpret_cast<const P*>(s.zero);
-  Rows<P> rows, next_rows;
-  rows.find(a, table, Tile(low / kTile, low, high));
-  for (int64_t number = low / kTile; number * kTile < high; ++number, rows = next_rows) {
-    const Tile tile(number, low, high), next(number + 1, low, high);
-    const bool more = (number + 1) * kTile < high;
-    if (more) next_rows.find(a, table, next);
+  Rows<P> rows;
+  const P* lie[kChunk];
+  const float* copy[kChunk];
+  for (int64_t number = low / kTile; number * kTile < high; ++number) {
+    const Tile tile(number, low, high);
+    rows.find(a, table, tile);
     // queries that see a key of this tile: those at or after its first key, whose window has not passed its last
     int64_t from = std::max<int64_t>(0, tile.start - position), to = task.count;
     while (a.first_visible(position + to - 1) >= tile.start + tile.last) --to;
     from *= group;
     const int64_t count = to * group - from;
 
-    for (int64_t begin = tile.begin; begin < tile.end; begin += kChunk<V>) {
-      const Chunk chunk{begin, std::min(kChunk<V>, tile.end - begin)};
-      const bool last = begin + kChunk<V> >= tile.end;
+    for (int64_t begin = tile.begin; begin < tile.end; begin += kChunk) {
       for (int64_t h = 0; h < task.heads; ++h) {
-        const int64_t head = task.head + h, base = h * queries + from, offset = head * a.k_pool_head;
-        const Ahead<P> ahead = last ? Ahead<P>{rows.value + tile.begin, head * a.v_pool_head}
-                                    : Ahead<P>{rows.key + begin + kChunk<V>, offset};
-        pack_keys<V>(rows, tile, chunk, offset, a.Dk, zero, ahead, s.k);
-        score_keys<V>(s.q + base * a.Dk, s.k, chunk.size, a.Dk, count, s.score + base * kTile + begin);
+        const int64_t base = h * queries + from, offset = (task.head + h) * a.k_pool_head;
+        const float* q = s.q + base * depth;
+        float* score = s.score + base * kTile + begin;
+        if (in_place<P>(a.Dk, count)) {
+          point(rows.key, tile, begin, offset, s.zero, lie);
+          score_keys<V>(q, lie, depth, count, score);
+        } else {
+          widen_rows<V>(rows.key, tile, begin, offset, a.Dk, s.zero, s.rows, copy);
+          score_keys<V>(q, copy, depth, count, score);
+        }
       }
     }
     for (int64_t h = 0; h < task.heads; ++h) {
@@ -118,16 +122,18 @@ FC_INLINE void attend(const PagedAttention& a, const Task& task, const Scratch& 
         for (int64_t d = 0; d < width; ++d) s.acc[at * width + d] *= alpha;
       }
     }
-    for (int64_t begin = tile.begin; begin < tile.end; begin += kChunk<V>) {
-      const Chunk chunk{begin, std::min(kChunk<V>, tile.end - begin)};
-      const bool last = begin + kChunk<V> >= tile.end;
+    for (int64_t begin = tile.begin; begin < tile.end; begin += kChunk) {
       for (int64_t h = 0; h < task.heads; ++h) {
-        const int64_t head = task.head + h, base = h * queries + from, offset = head * a.v_pool_head;
-        const Ahead<P> ahead = !last  ? Ahead<P>{rows.value + begin + kChunk<V>, offset}
-                               : more ? Ahead<P>{next_rows.key, head * a.k_pool_head}
-                                      : Ahead<P>{rows.value + begin, offset};
-        add_values<V>(rows, tile, chunk, offset, a.Dv, s.zero, ahead, s.score + base * kTile + begin, count, s.v,
-                      s.acc + base * width);
+        const int64_t base = h * queries + from, offset = (task.head + h) * a.v_pool_head;
+        const float* p = s.score + base * kTile + begin;
+        float* acc = s.acc + base * width;
+        if (in_place<P>(a.Dv, count)) {
+          point(rows.value, tile, begin, offset, s.zero, lie);
+          add_values<V>(p, lie, width, count, acc);
+        } else {
+          widen_rows<V>(rows.value, tile, begin, offset, a.Dv, s.zero, s.rows, copy);
+          add_values<V>(p, copy, width, count, acc);
+        }
       }
     }
   }

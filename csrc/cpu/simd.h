@@ -280,4 +280,29 @@ FC_INLINE V exponential(V x) {
   return x < fill<V>(-87.0f) ? V{} : y * power;
 }
 
+// Sixteen lanes, in vectors V, to eight.
+template <class V>
+FC_INLINE f32x8 halves(const V (&part)[16 / kLanes<V>]) {
+  f32x8 half[2];
+  static_assert(sizeof part == sizeof half);
+  std::memcpy(half, part, sizeof half);
+  return half[0] + half[1];
+}
+
+// Lane i of the result is the sum of r[i]'s lanes, by one tree: quarters as they interleave, then pairs, then halves.
+FC_INLINE f32x8 fold_eight(f32x8 (&r)[8]) {
+  FC_UNROLL
+  for (int i = 0; i < 8; i += 2) {
+    r[i] = FC_SHUFFLE(i32x8, r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13) +
+           FC_SHUFFLE(i32x8, r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  FC_UNROLL
+  for (int i = 0; i < 8; i += 4) {
+    r[i] = FC_SHUFFLE(i32x8, r[i], r[i + 2], 0, 1, 8, 9, 4, 5, 12, 13) +
+           FC_SHUFFLE(i32x8, r[i], r[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+  }
+  return FC_SHUFFLE(i32x8, r[0], r[4], 0, 1, 2, 3, 8, 9, 10, 11) +
+         FC_SHUFFLE(i32x8, r[0], r[4], 4, 5, 6, 7, 12, 13, 14, 15);
+}
+
 }  // namespace fc
