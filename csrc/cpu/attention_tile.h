@@ -220,7 +220,7 @@ FC_INLINE float weigh(const PagedAttention& a, const Tile& tile, int64_t low, in
     for (int j = 0; j < parts; ++j) {
       const int64_t key = start + j * kLanes<V>;
       V x = read<V>(score + key) * scale;
-      if (capped) x = softcap * each<tanh32>(x / softcap);
+      if (capped) x = softcap * hyperbolic_tangent(x / softcap);
       if (partial) {
         const Index index = lane + static_cast<int32_t>(key);
         const Index visible = (index >= static_cast<int32_t>(low)) & (index < static_cast<int32_t>(high));

@@ -242,13 +242,6 @@ FC_INLINE V fused(V a, V b, V c) {  // a * b + c, rounded once
   for (int i = 0; i < kLanes<V>; ++i) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return r;
 }
-template <float (*F)(float), class V>
-FC_INLINE V each(V x) {
-  V r = {};
-  for (int i = 0; i < kLanes<V>; ++i) r[i] = F(x[i]);
-  return r;
-}
-
 // A vector that the compiler may not read from memory a second time, as it does to fold one load into each use.
 template <class V>
 FC_INLINE V loaded(V x) {
@@ -258,7 +251,7 @@ FC_INLINE V loaded(V x) {
   return x;
 }
 
-// exp32 of every lane, to the same bits; written out, since GCC makes a loop with a branch of each<exp32>.
+// exp32 of every lane, to the same bits; written out, since GCC makes a loop with a branch of map<exp32>.
 template <class V>
 FC_INLINE V exponential(V x) {
   using Word = typename Integers<kLanes<V>>::word;
@@ -278,6 +271,19 @@ FC_INLINE V exponential(V x) {
   V power;
   std::memcpy(&power, &bits, sizeof power);
   return x < fill<V>(-87.0f) ? V{} : y * power;
+}
+
+// tanh32 of every lane, to the same bits.
+template <class V>
+FC_INLINE V hyperbolic_tangent(V x) {
+  const V one = fill<V>(1.0f), two = fill<V>(2.0f), most = fill<V>(40.0f), a = x < V{} ? -x : x, z = x * x;
+  V y = fill<V>(-5.70498872745e-3f);
+  y = fused(y, z, fill<V>(2.06390887954e-2f));
+  y = fused(y, z, fill<V>(-5.37397155531e-2f));
+  y = fused(y, z, fill<V>(1.33314422036e-1f));
+  y = fused(y, z, fill<V>(-3.33332819422e-1f));
+  const V small = fused(y * z, x, x), big = one - two / (exponential(two * (a < most ? a : most)) + one);
+  return a < fill<V>(0.625f) ? small : (x < V{} ? -big : (x > V{} ? big : x));
 }
 
 // Sixteen lanes, in vectors V, to eight.
