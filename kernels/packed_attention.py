@@ -50,12 +50,30 @@ def _round(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _tile(x, tokens, real, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """[tokens, PADDED] of one head; 0 where a token is not real or the head has no such column."""
-    columns = tl.arange(0, PADDED)
+def _tile(x, tokens, real, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, first=0):
+    """[tokens, PADDED] of one head from its column ``first``; 0 where a token or a column is not real."""
+    columns = first + tl.arange(0, PADDED)
     return tl.load(
         x + tokens[:, None] * stride + columns[None, :], mask=real[:, None] & (columns < WIDTH)[None, :], other=0.0
     )
+
+
+@triton.jit
+def _product(
+    a, tile_a, rows_a, real_a, stride_a, b, tile_b, rows_b, real_b, stride_b,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Two tiles' rows multiplied, fp32 [a, b]. With PART, by as many columns at a time, which are read once more: the
+    fp32 units take whole rows into registers, more than there are."""
+    total = tl.zeros([tile_a.shape[0], tile_b.shape[0]], tl.float32)
+    if PART:
+        for first in range(0, PADDED, PART):
+            part_a = _tile(a, rows_a, real_a, stride_a, WIDTH, PART, first)
+            part_b = _tile(b, rows_b, real_b, stride_b, WIDTH, PART, first)
+            total = _dot(part_a, tl.trans(part_b), total)
+    else:
+        total = _dot(tile_a, tl.trans(tile_b), total)
+    return total
 
 
 @triton.jit
@@ -102,15 +120,15 @@ def _forward_kernel(
     q, k, v, sinks, out, lse, tiles, stride_q, head_q, stride_k, head_k, stride_v, head_v, scale, softcap, window, H,
     GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, STAGES: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     """Program: one tile of queries of one head. out [T, H, DV] contiguous, lse fp32 [T, H]."""
     tile, head = tiles + (tl.program_id(0) // H) * 5, (tl.program_id(0) % H).to(tl.int64)
     start, length, prefix, depth, first = _row(tile)
-    k += head // GROUP * head_k
-    v += head // GROUP * head_v
+    q, k, v = q + head * head_q, k + head // GROUP * head_k, v + head // GROUP * head_v
     index = first + tl.arange(0, QUERIES)
     tokens, real, at = start + index, index < length, depth + index
-    qs = _tile(q + head * head_q, tokens, real, stride_q, DK, KP)
+    qs = _tile(q, tokens, real, stride_q, DK, KP)
     top = tl.full([QUERIES], -float("inf"), tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
     if SINKS:
@@ -121,7 +139,7 @@ def _forward_kernel(
     for step in tl.range(0, of_prefix + own, num_stages=STAGES):
         keys, position, exists = _keys(step, start, length, prefix, depth, skip, of_prefix, own_skip, KEYS)
         ks, vs = _tile(k, keys, exists, stride_k, DK, KP), _tile(v, keys, exists, stride_v, DV, VP)
-        score = _dot(qs, tl.trans(ks), tl.zeros([QUERIES, KEYS], tl.float32)) * scale
+        score = _product(q, qs, tokens, real, stride_q, k, ks, keys, exists, stride_k, DK, KP, PART) * scale
         if SOFTCAP:
             score = softcap * _tanh(score / softcap)
         seen = exists[None, :] & (position[None, :] <= at[:, None])
@@ -157,28 +175,28 @@ def _dq_kernel(
     grad, q, k, v, out, lse, delta, dq, tiles, stride_g, head_g, stride_q, head_q, stride_k, head_k, stride_v, head_v,
     scale, softcap, window, H,
     GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Program: one tile of queries of one head. Writes dq [T, H, DK] and delta = sum(grad * out), fp32 [T, H]."""
     tile, head = tiles + (tl.program_id(0) // H) * 5, (tl.program_id(0) % H).to(tl.int64)
     start, length, prefix, depth, first = _row(tile)
-    k += head // GROUP * head_k
-    v += head // GROUP * head_v
+    q, k, v = q + head * head_q, k + head // GROUP * head_k, v + head // GROUP * head_v
     index = first + tl.arange(0, QUERIES)
     tokens, real, at = start + index, index < length, depth + index
-    gs = _tile(grad + head * head_g, tokens, real, stride_g, DV, VP)
+    grad += head * head_g
+    gs = _tile(grad, tokens, real, stride_g, DV, VP)
     os = _tile(out + head * DV, tokens, real, H * DV, DV, VP)
     deltas = tl.sum(gs.to(tl.float32) * os.to(tl.float32), 1)
     tl.store(delta + tokens * H + head, deltas, mask=real)
-    qs = _tile(q + head * head_q, tokens, real, stride_q, DK, KP)
+    qs = _tile(q, tokens, real, stride_q, DK, KP)
     lses = tl.load(lse + tokens * H + head, mask=real, other=0.0)
     total = tl.zeros([QUERIES, KP], tl.float32)
     skip, of_prefix, own_skip, own = _steps(length, depth, first, window, QUERIES, KEYS, WINDOW)
     for step in tl.range(0, of_prefix + own, num_stages=STAGES):
         keys, position, exists = _keys(step, start, length, prefix, depth, skip, of_prefix, own_skip, KEYS)
         ks, vs = _tile(k, keys, exists, stride_k, DK, KP), _tile(v, keys, exists, stride_v, DV, VP)
-        score = _dot(qs, tl.trans(ks), tl.zeros([QUERIES, KEYS], tl.float32)) * scale
-        product = _dot(gs, tl.trans(vs), tl.zeros([QUERIES, KEYS], tl.float32))
+        score = _product(q, qs, tokens, real, stride_q, k, ks, keys, exists, stride_k, DK, KP, PART) * scale
+        product = _product(grad, gs, tokens, real, stride_g, v, vs, keys, exists, stride_v, DV, VP, PART)
         seen = real[:, None] & exists[None, :] & (position[None, :] <= at[:, None])
         if WINDOW:
             seen &= position[None, :] > at[:, None] - window
@@ -192,7 +210,7 @@ def _dkv_kernel(
     grad, q, k, v, lse, delta, dk, dv, tiles, visits, stride_g, head_g, stride_q, head_q, stride_k, head_k, stride_v,
     head_v, scale, softcap, window, HKV,
     GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Program: one tile of keys of one kv head, over all that see it. Writes dk [T, HKV, DK] and dv [T, HKV, DV]."""
     tile, head = tiles + (tl.program_id(0) // HKV) * 4, (tl.program_id(0) % HKV).to(tl.int64)
@@ -200,8 +218,8 @@ def _dkv_kernel(
     begin, end = tl.load(tile + 2), tl.load(tile + 3)
     index = tl.arange(0, KEYS)
     keys, exists = tl.load(tile) + index, index < tl.load(tile + 1)
-    ks = _tile(k + head * head_k, keys, exists, stride_k, DK, KP)
-    vs = _tile(v + head * head_v, keys, exists, stride_v, DV, VP)
+    k, v = k + head * head_k, v + head * head_v
+    ks, vs = _tile(k, keys, exists, stride_k, DK, KP), _tile(v, keys, exists, stride_v, DV, VP)
     dks, dvs = tl.zeros([KEYS, KP], tl.float32), tl.zeros([KEYS, VP], tl.float32)
     for visit in range(begin, end):
         start, length = tl.load(visits + visit * 4), tl.load(visits + visit * 4 + 1).to(tl.int32)
@@ -213,15 +231,16 @@ def _dkv_kernel(
         at_key = position + index
         for member in range(GROUP):
             h = head * GROUP + member
+            q_h, grad_h = q + h * head_q, grad + h * head_g
             for first in tl.range(low, high, QUERIES, num_stages=STAGES):
                 rows = first + tl.arange(0, QUERIES)
                 tokens, real, at = start + rows, rows < length, depth + rows
-                qs = _tile(q + h * head_q, tokens, real, stride_q, DK, KP)
-                gs = _tile(grad + h * head_g, tokens, real, stride_g, DV, VP)
+                qs = _tile(q_h, tokens, real, stride_q, DK, KP)
+                gs = _tile(grad_h, tokens, real, stride_g, DV, VP)
                 lses = tl.load(lse + tokens * H + h, mask=real, other=0.0)
                 deltas = tl.load(delta + tokens * H + h, mask=real, other=0.0)
-                score = _dot(ks, tl.trans(qs), tl.zeros([KEYS, QUERIES], tl.float32)) * scale
-                product = _dot(vs, tl.trans(gs), tl.zeros([KEYS, QUERIES], tl.float32))
+                score = _product(k, ks, keys, exists, stride_k, q_h, qs, tokens, real, stride_q, DK, KP, PART) * scale
+                product = _product(v, vs, keys, exists, stride_v, grad_h, gs, tokens, real, stride_g, DV, VP, PART)
                 seen = exists[:, None] & real[None, :] & (at_key[:, None] <= at[None, :])
                 if WINDOW:
                     seen &= at_key[:, None] > at[None, :] - window
@@ -301,7 +320,7 @@ def _strides(*tensors: Tensor) -> list[int]:
 def _constants(group: int, dk: int, dv: int, b: Blocks, window: int, softcap: float) -> dict[str, Any]:
     return dict(
         GROUP=group, DK=dk, DV=dv, KP=padded(dk), VP=padded(dv), QUERIES=b.queries, KEYS=b.keys, WINDOW=window > 0,
-        SOFTCAP=softcap > 0, STAGES=b.stages,
+        SOFTCAP=softcap > 0, STAGES=b.stages, PART=b.part,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ class Blocks(NamedTuple):
     keys: int
     warps: int
     stages: int
+    part: int = 0  # columns of a head multiplied at once; 0: all
 
 
 def padded(width: int) -> int:
@@ -45,13 +46,13 @@ def blocks(kernel: str, dk: int, dv: int, dtype: torch.dtype, target: str) -> Bl
     """Block sizes of "forward", "dq" or "dkv" on "sm_80", "sm_90", "sm_100", "gfx942" or "cpu", the interpreter."""
     width = max(padded(dk), padded(dv))
     if target == "cpu":
-        return Blocks(16, 16, 1, 1)
+        return Blocks(16, 16, 1, 1, 16 if width > 16 else 0)
     if dtype == torch.float32:
-        return Blocks(16, 16, 4, 1)
+        return Blocks(16, 32, 8, 1, 32)
     if kernel == "forward":
-        return Blocks(128, 64, 4, 3) if width <= 64 else Blocks(128, 64, 8, 2) if width <= 128 else Blocks(64, 32, 8, 2)
+        return Blocks(128, 64, 8, 3) if width <= 64 else Blocks(128, 32, 8, 3) if width <= 128 else Blocks(64, 32, 8, 2)
     if kernel == "dq":
-        return Blocks(128, 64, 8, 2) if width <= 64 else Blocks(64, 64, 8, 2) if width <= 128 else Blocks(64, 32, 8, 1)
+        return Blocks(128, 64, 8, 2) if width <= 64 else Blocks(128, 32, 8, 2) if width <= 128 else Blocks(64, 32, 8, 1)
     return Blocks(64, 128, 8, 2) if width <= 64 else Blocks(32, 64, 8, 2) if width <= 128 else Blocks(32, 32, 8, 1)
 
 

@@ -24,12 +24,9 @@ def segments_of(*rows):
     return Segments(*torch.tensor(rows, dtype=torch.int64).T.contiguous())
 
 
-# a prompt longer than a tile with completions of 1 to 19 tokens, an empty one, one alone, tokens 67 and 68 in none,
-# and a last prefix that is part of the first prompt
-MIXED = segments_of(
-    (0, 21, 0, 0), (21, 3, 0, 21), (24, 19, 0, 21), (43, 0, 0, 21), (43, 1, 0, 21), (44, 18, 0, 0), (62, 5, 3, 16)
-)
-TOKENS, COVERED = 69, 67
+# a prompt longer than a tile with completions of 1 to 19 tokens, an empty one, one alone, tokens 62 and 63 in none
+MIXED = segments_of((0, 21, 0, 0), (21, 3, 0, 21), (24, 19, 0, 21), (43, 0, 0, 21), (43, 1, 0, 21), (44, 18, 0, 0))
+TOKENS, COVERED = 64, 62
 
 
 def inputs(segments_tokens, heads, dtype, sinks=False, seed=0):
@@ -87,7 +84,7 @@ def poisoned():
 @pytest.mark.parametrize(
     ("heads", "dtype", "options"),
     [
-        ((4, 2, 20, 20), torch.float32, {}),
+        ((4, 2, 12, 12), torch.float32, {}),
         ((2, 1, 5, 24), torch.float32, {"window": 7}),
         ((1, 1, 16, 16), torch.float32, {"window": 18, "softcap": 1.5, "sinks": True}),
         ((2, 1, 24, 8), torch.bfloat16, {"softcap": 2.0}),
@@ -157,20 +154,26 @@ def test_nan_stays_in_its_segment():
 
 
 def test_plan_meets_every_pair_once():
-    seen = torch.zeros(TOKENS, TOKENS, dtype=torch.int64)
-    tiles, visits = packed_plan.key_tiles(MIXED, TOKENS, 4, torch.device("cpu"))
-    assert sorted(t for first, count, *_ in tiles.tolist() for t in range(first, first + count)) == list(range(TOKENS))
+    spans = ((0, 21, 0, 0), (21, 3, 0, 21), (24, 19, 0, 21), (43, 0, 0, 21), (44, 8, 3, 16), (52, 2, 44, 5))
+    tiles, visits = packed_plan.key_tiles(segments_of(*spans), 55, 4, torch.device("cpu"))
+    assert sorted(t for first, count, *_ in tiles.tolist() for t in range(first, first + count)) == list(range(55))
+    seen = torch.zeros(55, 55, dtype=torch.int64)
     for first, count, begin, end in tiles.tolist():
         for start, length, depth, position in visits[begin:end].tolist():
             for j in range(count):
                 for i in range(length):
                     seen[start + i, first + j] += position + j <= depth + i
     want = torch.zeros_like(seen)
-    for start, length, prefix, depth in packed_plan._spans(MIXED):
+    for start, length, prefix, depth in spans:
         want[start : start + length, prefix : prefix + depth] += 1
         want[start : start + length, start : start + length] += torch.ones(length, length, dtype=torch.int64).tril()
     assert torch.equal(seen, want)
-    assert packed_plan.key_tiles(MIXED, TOKENS, 4, torch.device("cpu"))[0] is tiles
+
+
+def test_plan_is_made_once():
+    cpu = torch.device("cpu")
+    assert packed_plan.query_tiles(MIXED, 16, cpu) is packed_plan.query_tiles(MIXED, 16, cpu)
+    assert packed_plan.key_tiles(MIXED, TOKENS, 16, cpu)[1] is packed_plan.key_tiles(MIXED, TOKENS, 16, cpu)[1]
 
 
 def test_lse_and_empty_packs():
