@@ -27,14 +27,12 @@ from fastcollab.kernels.logits import (
     softmax_part,
 )
 from fastcollab.kernels.offline import Case
-from fastcollab.kernels.policy_token import k3, kl_term, policy_token
+from fastcollab.kernels.policy_loss import policy_loss_forward
 
 _BUFFER_BYTES = 1 << 30  # logits and their gradients
 _CAST_BYTES = 64 << 20  # the part of a narrow weight that is widened at a time
 _ROW_IDS = 4096  # ids of one step of the row kernel
 _DZ_ROWS, _DZ_IDS = 16, 256  # tile of the gradient kernel
-_TOKENS = 256  # of one program of the token kernel
-_PARTS = 9  # loss, ratio, approx_kl, low, high, region, dual, kl, entropy
 
 
 @triton.jit
@@ -62,39 +60,6 @@ def _row_kernel(z, bias, target, lse, logprob, entropy, V, stride_z, softcap, sc
     tl.store(logprob + at, chosen - peak - log_mass)
     if ENTROPY:
         tl.store(entropy + at, log_mass - spread / mass)
-
-
-@triton.jit
-def _token_kernel(logprob, old, ref, advantage, share, entropy, g, parts, N, first, n, clip_low, clip_high, dual_clip,
-                  beta, scale, FORM: tl.constexpr, KL: tl.constexpr, HAS_REF: tl.constexpr, ENTROPY: tl.constexpr,
-                  TOKENS: tl.constexpr):  # fmt: skip
-    """Tokens first..first+n of N: g = scale * share * d loss / d logprob, and the terms of the sums, parts [9, N]."""
-    i = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    real = i < n
-    at = first + i.to(tl.int64)
-    lp = tl.load(logprob + at, mask=real, other=0.0)
-    diff = lp - tl.load(old + at, mask=real, other=0.0)
-    a = tl.load(advantage + at, mask=real, other=0.0)
-    part = tl.load(share + at, mask=real, other=0.0)
-    loss, slope, ratio, low, high, dual = policy_token(lp, diff, a, clip_low, clip_high, dual_clip, FORM)
-    kl = lp * 0
-    if HAS_REF:
-        kl, kl_slope = kl_term(lp, tl.load(ref + at, mask=real, other=0.0), KL)
-        loss += beta * kl
-        slope += beta * kl_slope
-    tl.store(g + at, scale * part * slope, mask=real)
-    tl.store(parts + at, loss * part, mask=real)
-    tl.store(parts + N + at, ratio, mask=real)
-    tl.store(parts + 2 * N + at, k3(diff), mask=real)
-    tl.store(parts + 3 * N + at, low.to(tl.float32), mask=real)
-    tl.store(parts + 4 * N + at, high.to(tl.float32), mask=real)
-    tl.store(parts + 5 * N + at, (low | high).to(tl.float32), mask=real)
-    tl.store(parts + 6 * N + at, dual.to(tl.float32), mask=real)
-    tl.store(parts + 7 * N + at, kl, mask=real)
-    if ENTROPY:
-        tl.store(parts + 8 * N + at, tl.load(entropy + at, mask=real, other=0.0), mask=real)
-    else:
-        tl.store(parts + 8 * N + at, kl * 0, mask=real)
 
 
 @triton.jit
@@ -197,17 +162,24 @@ def linear_policy_loss_forward(
     pick = lambda x: x if n == N else x[rows]  # noqa: E731
     x, target, ids, old = pick(h), pick(target), pick(segment_ids), pick(old_logprob).float()
     x = x.to(dtype)
-    ref = old if ref_logprob is None else pick(ref_logprob).float()
-    a = advantage.float()[ids.clamp(0, S - 1)]
-    _require_tokens({"old_logprob": old, "ref_logprob": ref, "advantage": a}, rows, ids, S)
-    tokens = torch.zeros(S, dtype=torch.int64, device=h.device).index_add_(0, ids, torch.ones_like(ids))
-    share = 1 / tokens[ids].float() if per_sequence else torch.ones_like(a)
+    ref = None if ref_logprob is None else pick(ref_logprob).float()
+    advantage = advantage.float()
+    named = {"old_logprob": old, "advantage": advantage[ids.clamp(0, S - 1)]}
+    _require_tokens(named if ref is None else named | {"ref_logprob": ref}, rows, ids, S)
+    share = torch.full_like(old, scale)  # of each token's gradient
+    if per_sequence:
+        share /= torch.zeros(S, dtype=torch.int64, device=h.device).index_add_(0, ids, torch.ones_like(ids))[ids]
+    kept = torch.ones_like(ids, dtype=torch.bool)
+    settings = clip_low, clip_high, dual_clip, form, 0
+
+    def loss(t: slice, per_sequence: bool) -> tuple[Tensor, Tensor]:
+        r = None if ref is None else ref[t]
+        return policy_loss_forward(logprob[t], old[t], r, advantage, kept[t], ids[t], *settings, per_sequence, beta, kl)
 
     R, L, width = _buffers(n, V, dtype)
     dz = torch.empty(R, width, dtype=dtype, device=h.device)
     logits = dz if dtype == torch.float32 else torch.empty(L, width, device=h.device)
-    lse, logprob, ent, g = torch.empty(4, n, device=h.device)
-    parts = torch.empty(_PARTS, n, device=h.device)
+    lse, logprob, ent = torch.empty(3, n, device=h.device)
     db_part = torch.empty(triton.cdiv(L, _DZ_ROWS) if need_b else 0, V, device=h.device)
     dw_sum = dw if n <= R or weight.dtype == torch.float32 else torch.zeros_like(weight, dtype=torch.float32)
     cap = {"HAS_BIAS": bias is not None, "SOFTCAP": softcap > 0}
@@ -222,14 +194,11 @@ def linear_policy_loss_forward(
             with torch.cuda.device_of(h):
                 _row_kernel[(m,)](z, bias, target[i:], lse[i:], logprob[i:], ent[i:], V, width, softcap,
                                   1 / temperature, **cap, ENTROPY=entropy, IDS=_ROW_IDS, num_warps=8)  # fmt: skip
-                _token_kernel[(triton.cdiv(m, _TOKENS),)](
-                    logprob, old, ref, a, share, ent, g, parts, n, i, m, clip_low, clip_high, dual_clip, beta, scale,
-                    FORM=form, KL=kl, HAS_REF=ref_logprob is not None, ENTROPY=entropy, TOKENS=_TOKENS,
-                )  # fmt: skip
+                g = loss(slice(i, i + m), False)[1] * share[i : i + m]
                 blocks = triton.cdiv(m, _DZ_ROWS)
                 if need_h or need_w or need_b:
                     _dz_kernel[(blocks * triton.cdiv(V, _DZ_IDS),)](
-                        z, d[i - r :], bias, target[i:], lse[i:], g[i:], db_part, m, V, width, width, softcap,
+                        z, d[i - r :], bias, target[i:], lse[i:], g, db_part, m, V, width, width, softcap,
                         1 / temperature, **cap, NEED_B=need_b, ROWS=_DZ_ROWS, IDS=_DZ_IDS,
                     )  # fmt: skip
             if need_b:
@@ -247,25 +216,20 @@ def linear_policy_loss_forward(
     _require_tokens({"logprob": logprob}, rows, ids, S)
     if dw_sum is not dw:
         dw.copy_(dw_sum)
-    total, ratio = parts.double().sum(1), parts[1].aminmax()
-    sums[0], sums[1], sums[2], sums[3] = total[0], n, (tokens > 0).sum(), total[1]
-    sums[4], sums[5], sums[6:] = ratio[0], ratio[1], total[2:]
+    sums[:12] = loss(slice(0, n), per_sequence)[0]
+    if entropy:
+        sums[12] = ent.double().sum()
     return sums, dh, dw, db.to(b_dtype)
 
 
 def offline_cases(target: str) -> list[Case]:
-    """bf16 gradients with all options, fp32 ones with none; the token kernel in its three forms."""
-    types = dict.fromkeys(("z", "lse", "logprob", "entropy", "old", "ref", "advantage", "share", "g"), "*fp32")
-    types |= dict.fromkeys(("parts", "db"), "*fp32") | {"target": "*i64"}
-    types |= dict.fromkeys(("V", "N", "n", "first", "stride_z", "stride_dz"), "i32")
-    types |= dict.fromkeys(("softcap", "scale", "clip_low", "clip_high", "dual_clip", "beta"), "fp32")
+    """bf16 gradients with all options, fp32 ones with none."""
+    types = dict.fromkeys(("z", "lse", "logprob", "entropy", "g", "db"), "*fp32") | {"target": "*i64"}
+    types |= dict.fromkeys(("V", "n", "stride_z", "stride_dz"), "i32") | {"softcap": "fp32", "scale": "fp32"}
     cases = []
     for name, on in (("*bf16", True), ("*fp32", False)):
         own, cap = types | {"bias": name, "dz": name}, {"HAS_BIAS": on, "SOFTCAP": on}
         tile = {"NEED_B": on, "ROWS": _DZ_ROWS, "IDS": _DZ_IDS}
         cases.append(case(_row_kernel, own, cap | {"ENTROPY": on, "IDS": _ROW_IDS}, 8, 2))
         cases.append(case(_dz_kernel, own, cap | tile, 4, 2))
-    for form, kl, on in ((0, 3, True), (1, 2, True), (2, 1, False)):
-        constants = {"FORM": form, "KL": kl, "HAS_REF": on, "ENTROPY": on, "TOKENS": _TOKENS}
-        cases.append(case(_token_kernel, types, constants, 4, 2))
     return cases

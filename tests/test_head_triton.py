@@ -38,10 +38,14 @@ def inputs(N=19, D=21, V=77, dtype=torch.float32, bias=True):
     return h, w, b if bias else None, target, second
 
 
+def logits(h, w, b, temperature, softcap):
+    z = h @ w.T + (0 if b is None else b)
+    return (softcap * torch.tanh(z / softcap) if softcap else z) / temperature
+
+
 def plain(h, w, b, target, second, temperature, softcap):
     """logprob, lse, entropy, second log-prob, top-1 by autograd's own operators, in the dtype of the inputs."""
-    z = h @ w.T + (0 if b is None else b)
-    z = (softcap * torch.tanh(z / softcap) if softcap else z) / temperature
+    z = logits(h, w, b, temperature, softcap)
     lp = z.log_softmax(-1)
     pick = lambda id: lp.gather(1, id[:, None])[:, 0]  # noqa: E731
     return pick(target), z.logsumexp(-1), -(lp.exp() * lp).sum(-1), pick(second), z.argmax(1)
@@ -68,9 +72,9 @@ def both(h, w, b, target, second, temperature, softcap, g, g_entropy):
 
 def backward(given, g, g_entropy, temperature=1.0, softcap=0.0, need=(True, True, True)):
     h, w, b, target, _ = given
-    with_entropy = g_entropy is not None
-    _, lse, ent, _, _ = linear_logprob_forward(h, w, b, target, None, temperature, softcap, with_entropy, False)
-    ent = ent if with_entropy else None
+    z = logits(h.double(), w.double(), None if b is None else b.double(), temperature, softcap)
+    ent = None if g_entropy is None else torch.special.entr(z.softmax(-1)).sum(-1).float()
+    lse = z.logsumexp(-1).float()
     return linear_logprob_backward(g, g_entropy, h, w, b, target, lse, ent, temperature, softcap, *need)
 
 
@@ -124,15 +128,15 @@ def test_wide_hidden_states_with_a_narrow_weight():
 
 
 def test_a_row_alone_equals_the_row_in_a_batch():
-    h, w, b, target, second = inputs(N=37, dtype=torch.bfloat16)
+    h, w, b, target, second = inputs(N=20, dtype=torch.bfloat16)
     batch = linear_logprob_forward(h, w, b, target, second, 0.7, 4.0, True, True)
-    for i in (0, 17, 36):
+    for i in (0, 17):
         alone = linear_logprob_forward(h[i : i + 1], w, b, target[i : i + 1], second[i : i + 1], 0.7, 4.0, True, True)
         assert all(torch.equal(x[i : i + 1], y) for x, y in zip(batch, alone, strict=True))
 
 
 def test_any_row_stride_and_a_slice_of_a_larger_weight():
-    h, w, b, target, second = inputs(N=7)
+    h, w, b, target, second = inputs(N=3)
     g, g_entropy = upstream(len(h))
     wide = torch.full((2 * len(h), h.shape[1] + 3), torch.nan, device=DEVICE)
     wide[::2, 2:-1] = h
@@ -156,7 +160,7 @@ def test_only_what_is_needed():
 
 
 def test_many_chunks_of_the_vocabulary(monkeypatch):
-    given = inputs(N=5, V=133)
+    given = inputs(N=3, V=133)
     g, g_entropy = upstream(len(given[0]))
     want = backward(given, g, g_entropy)
     monkeypatch.setattr("fastcollab.kernels.linear_logprob._DZ_BYTES", 1)  # one tile of ids at a time
@@ -181,7 +185,7 @@ def test_no_upstream_gradient_at_all():
 
 
 def test_forbidden_tokens_and_rows_without_a_law():
-    h, w, b, target, second = inputs(N=5, V=150)
+    h, w, b, target, second = inputs(N=3, V=150)
     b[:130] = -torch.inf  # whole chunks without a finite logit
     target[0], target[1:] = 3, 140
     got = linear_logprob_forward(h, w, b, target, None, 1.0, 0.0, True, True)
@@ -194,15 +198,17 @@ def test_forbidden_tokens_and_rows_without_a_law():
     assert all(x.isfinite().all() for x in grads) and (grads[1][4:130] == 0).all()
     with pytest.raises(ValueError, match="linear_logprob, row 0: got log-sum-exp -inf, need a finite one"):
         linear_logprob_forward(h, w, torch.full_like(b, -torch.inf), target, None, 1.0, 0.0, False, False)
-    h[3, 5] = torch.nan
-    with pytest.raises(ValueError, match="row 3: got log-sum-exp nan"):
+    h[2, 5] = torch.nan
+    with pytest.raises(ValueError, match="row 2: got log-sum-exp nan"):
         linear_logprob_forward(h, w, b, target, None, 1.0, 0.0, False, False)
-    h[3], b[140] = 0, torch.inf
+    h[2], b[140] = 0, torch.inf
     with pytest.raises(ValueError, match="row 0: got log-sum-exp inf"):
         linear_logprob_forward(h, w, b, target, None, 1.0, 0.0, False, False)
 
 
-def test_top1_is_the_lowest_of_equals():
+def test_top1_is_the_lowest_of_equals(monkeypatch):
+    for name in ("_TILES_OF_CHUNK", "_MERGED_CHUNKS"):
+        monkeypatch.setattr(f"fastcollab.kernels.linear_logprob.{name}", 1)
     h, w, _, target, _ = inputs(N=2, V=150)
     w[:] = 0
     h = h.round()  # exact sums in any order
@@ -248,13 +254,13 @@ def exact_loss(head, tokens, dtype, form, per_sequence, kl, beta, dual_clip, sca
 @pytest.mark.parametrize(
     ("dtype", "form", "per_sequence", "kl", "beta", "dual_clip", "tight"),
     [
-        (torch.float32, "clip", False, "k3", 0.1, 3.0, False),
-        (torch.float32, "clip", True, "k1", 0.1, None, True),
+        (torch.float32, "clip", False, "k3", 0.1, None, False),
+        (torch.float32, "clip", True, "k1", 0.1, 3.0, True),
         (torch.float32, "cispo", False, "k2", 0.1, None, False),
         (torch.float32, "reinforce", True, "k3", 0.0, None, True),
         (torch.bfloat16, "clip", False, "k3", 0.1, 1.5, False),
         (torch.bfloat16, "cispo", True, "k3", 0.0, None, True),
-        (torch.float16, "reinforce", False, "k2", 0.1, None, True),
+        (torch.float16, "reinforce", False, "k2", 0.1, None, False),
     ],
 )
 def test_policy_loss_equals_the_reference(monkeypatch, dtype, form, per_sequence, kl, beta, dual_clip, tight):
@@ -262,8 +268,8 @@ def test_policy_loss_equals_the_reference(monkeypatch, dtype, form, per_sequence
     monkeypatch.setattr(f"{module}._ROW_IDS", 64)
     monkeypatch.setattr(f"{module}._DZ_IDS", 64)
     if tight:
-        monkeypatch.setattr(f"{module}._BUFFER_BYTES", 80 * 4 * 14)
-    head, tokens = loss_inputs(dtype, far=dual_clip == 3.0)
+        monkeypatch.setattr(f"{module}._BUFFER_BYTES", 80 * 4 * 18)
+    head, tokens = loss_inputs(dtype, far=form == "clip" and dual_clip is None)
     args = form, per_sequence, kl, beta, dual_clip, 0.25
     got, *grads = linear_policy_loss_forward(
         *head, 0.8, 4.0, True, tokens[0], tokens[1] if beta else None, *tokens[2:], 0.2, 0.3, dual_clip or 0.0,
