@@ -117,6 +117,19 @@ def test_rows_without_gradient():
     assert h.grad is not None and weight.grad is None
 
 
+@pytest.mark.parametrize("level", [61.3, 97.1, 250.7])
+def test_large_logits_have_gradients_that_sum_to_zero(level):
+    """A log-sum-exp rounded to fp32 would scale every probability of its row, here by 2e-6 and more."""
+    bias = (level + torch.randn(1000, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    zero = torch.zeros(1, 1)
+    linear_logprob(zero, torch.zeros(1000, 1), bias, torch.tensor([3]))[0].sum().backward()
+    assert bias.grad.double().sum().abs() < 4e-7 and bias.grad[3] > 0.9
+    weight = torch.zeros(1000, 1)
+    args = (zero, weight, torch.tensor([3]), torch.tensor([-7.0]), torch.ones(1), torch.ones(1) > 0, torch.tensor([0]))
+    (grad,) = torch.autograd.grad(linear_policy_loss(*args, bias=bias, form="reinforce")[0], bias)
+    assert grad.double().sum().abs() < 4e-7
+
+
 @pytest.mark.parametrize("w_dtype", [F32, BF16])
 def test_a_row_alone_has_the_same_bits(w_dtype):
     """At one number of rows: torch's product rounds differently for another."""
