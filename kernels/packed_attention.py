@@ -50,12 +50,20 @@ def _round(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def _columns(real, stride, tokens, WIDTH: tl.constexpr, PADDED: tl.constexpr, first=0):
+    """(offsets, mask) of PADDED columns of a head of WIDTH, from column ``first`` on."""
+    columns = first + tl.arange(0, PADDED)
+    mask = real[:, None]
+    if WIDTH % PADDED != 0:
+        mask = mask & (columns < WIDTH)[None, :]
+    return tokens[:, None] * stride + columns[None, :], mask
+
+
+@triton.jit
 def _tile(x, tokens, real, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, first=0):
     """[tokens, PADDED] of one head from its column ``first``; 0 where a token or a column is not real."""
-    columns = first + tl.arange(0, PADDED)
-    return tl.load(
-        x + tokens[:, None] * stride + columns[None, :], mask=real[:, None] & (columns < WIDTH)[None, :], other=0.0
-    )
+    offsets, mask = _columns(real, stride, tokens, WIDTH, PADDED, first)
+    return tl.load(x + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -78,12 +86,8 @@ def _product(
 
 @triton.jit
 def _store(x, tokens, real, stride, value, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    columns = tl.arange(0, PADDED)
-    tl.store(
-        x + tokens[:, None] * stride + columns[None, :],
-        _round(value, x.dtype.element_ty),
-        mask=real[:, None] & (columns < WIDTH)[None, :],
-    )
+    offsets, mask = _columns(real, stride, tokens, WIDTH, PADDED)
+    tl.store(x + offsets, _round(value, x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
