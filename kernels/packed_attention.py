@@ -50,25 +50,22 @@ def _round(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _columns(real, stride, tokens, WIDTH: tl.constexpr, PADDED: tl.constexpr, first=0):
-    """(offsets, mask) of PADDED columns of a head of WIDTH, from column ``first`` on."""
+def _tile(x, tokens, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, first=0):
+    """[tokens, PADDED] of one head from its column ``first``; 0 beyond its last one.
+
+    Rows beyond a span are its last one again, and what comes of them is masked: an address costs less than a mask.
+    """
     columns = first + tl.arange(0, PADDED)
-    mask = real[:, None]
+    at = x + tokens[:, None] * stride + columns[None, :]
     if WIDTH % PADDED != 0:
-        mask = mask & (columns < WIDTH)[None, :]
-    return tokens[:, None] * stride + columns[None, :], mask
-
-
-@triton.jit
-def _tile(x, tokens, real, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, first=0):
-    """[tokens, PADDED] of one head from its column ``first``; 0 where a token or a column is not real."""
-    offsets, mask = _columns(real, stride, tokens, WIDTH, PADDED, first)
-    return tl.load(x + offsets, mask=mask, other=0.0)
+        return tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
+    else:
+        return tl.load(at)
 
 
 @triton.jit
 def _product(
-    a, tile_a, rows_a, real_a, stride_a, b, tile_b, rows_b, real_b, stride_b,
+    a, tile_a, rows_a, stride_a, b, tile_b, rows_b, stride_b,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Two tiles' rows multiplied, fp32 [a, b]. With PART, by as many columns at a time, which are read once more: the
@@ -76,8 +73,8 @@ def _product(
     total = tl.zeros([tile_a.shape[0], tile_b.shape[0]], tl.float32)
     if PART:
         for first in range(0, PADDED, PART):
-            part_a = _tile(a, rows_a, real_a, stride_a, WIDTH, PART, first)
-            part_b = _tile(b, rows_b, real_b, stride_b, WIDTH, PART, first)
+            part_a = _tile(a, rows_a, stride_a, WIDTH, PART, first)
+            part_b = _tile(b, rows_b, stride_b, WIDTH, PART, first)
             total = _dot(part_a, tl.trans(part_b), total)
     else:
         total = _dot(tile_a, tl.trans(tile_b), total)
@@ -86,8 +83,11 @@ def _product(
 
 @triton.jit
 def _store(x, tokens, real, stride, value, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    offsets, mask = _columns(real, stride, tokens, WIDTH, PADDED)
-    tl.store(x + offsets, _round(value, x.dtype.element_ty), mask=mask)
+    columns = tl.arange(0, PADDED)
+    mask = real[:, None]
+    if WIDTH < PADDED:
+        mask = mask & (columns < WIDTH)[None, :]
+    tl.store(x + tokens[:, None] * stride + columns[None, :], _round(value, x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -98,11 +98,11 @@ def _row(tile):
 
 
 @triton.jit
-def _steps(length, depth, first, window, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr):
+def _steps(length, depth, first, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr):
     """The steps of KEYS keys that a tile of queries needs: (first, number) of the prefix, then of its own segment."""
     skip, own_skip = 0, 0
     if WINDOW:
-        oldest = tl.maximum(depth + first - window + 1, 0)
+        oldest = tl.maximum(depth + first - WINDOW + 1, 0)
         skip = tl.minimum(oldest, depth) // KEYS
         own_skip = tl.maximum(oldest - depth, 0) // KEYS
     of_prefix = tl.cdiv(depth, KEYS) - skip
@@ -115,40 +115,42 @@ def _keys(step, start, length, prefix, depth, skip, of_prefix, own_skip, KEYS: t
     """(packed index, position, whether it exists) of the keys of a step: those of the prefix come first."""
     is_own = step >= of_prefix
     index = tl.where(is_own, step - of_prefix + own_skip, step + skip) * KEYS + tl.arange(0, KEYS)
-    real = index < tl.where(is_own, length, depth)
-    return tl.where(is_own, start, prefix) + index, tl.where(is_own, depth, 0) + index, real
+    number = tl.where(is_own, length, depth)
+    keys = tl.where(is_own, start, prefix) + tl.minimum(index, number - 1)
+    return keys, tl.where(is_own, depth, 0) + index, index < number
 
 
 @triton.jit
 def _forward_kernel(
-    q, k, v, sinks, out, lse, tiles, stride_q, head_q, stride_k, head_k, stride_v, head_v, scale, softcap, window, H,
-    GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, STAGES: tl.constexpr,
-    PART: tl.constexpr,
+    q, k, v, sinks, out, lse, tiles, stride_q, head_q, stride_k, head_k, stride_v, head_v,
+    SINKS: tl.constexpr, H: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    PART: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program: one tile of queries of one head. out [T, H, DV] contiguous, lse fp32 [T, H]."""
     tile, head = tiles + (tl.program_id(0) // H) * 5, (tl.program_id(0) % H).to(tl.int64)
     start, length, prefix, depth, first = _row(tile)
     q, k, v = q + head * head_q, k + head // GROUP * head_k, v + head // GROUP * head_v
     index = first + tl.arange(0, QUERIES)
-    tokens, real, at = start + index, index < length, depth + index
-    qs = _tile(q, tokens, real, stride_q, DK, KP)
+    tokens, real, at = start + tl.minimum(index, length - 1), index < length, depth + index
+    qs = _tile(q, tokens, stride_q, DK, KP)
     top = tl.full([QUERIES], -float("inf"), tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
     if SINKS:
         top = tl.zeros([QUERIES], tl.float32) + tl.load(sinks + head).to(tl.float32)
         mass += 1
     total = tl.zeros([QUERIES, VP], tl.float32)
-    skip, of_prefix, own_skip, own = _steps(length, depth, first, window, QUERIES, KEYS, WINDOW)
+    skip, of_prefix, own_skip, own = _steps(length, depth, first, QUERIES, KEYS, WINDOW)
     for step in tl.range(0, of_prefix + own, num_stages=STAGES):
         keys, position, exists = _keys(step, start, length, prefix, depth, skip, of_prefix, own_skip, KEYS)
-        ks, vs = _tile(k, keys, exists, stride_k, DK, KP), _tile(v, keys, exists, stride_v, DV, VP)
-        score = _product(q, qs, tokens, real, stride_q, k, ks, keys, exists, stride_k, DK, KP, PART) * scale
-        if SOFTCAP:
-            score = softcap * _tanh(score / softcap)
+        ks, vs = _tile(k, keys, stride_k, DK, KP), _tile(v, keys, stride_v, DV, VP)
+        score = _product(q, qs, tokens, stride_q, k, ks, keys, stride_k, DK, KP, PART) * SCALE
+        if SOFTCAP > 0:
+            score = SOFTCAP * _tanh(score / SOFTCAP)
         seen = exists[None, :] & (position[None, :] <= at[:, None])
         if WINDOW:
-            seen &= position[None, :] > at[:, None] - window
+            seen &= position[None, :] > at[:, None] - WINDOW
         score = tl.where(seen, score, -float("inf"))
         now = tl.maximum(top, tl.max(score, 1))
         base = tl.where(now == -float("inf"), 0.0, now)  # no key was seen yet
@@ -163,12 +165,12 @@ def _forward_kernel(
 
 
 @triton.jit
-def _slopes(score, product, lse, delta, seen, softcap, SOFTCAP: tl.constexpr):
+def _slopes(score, product, lse, delta, seen, SOFTCAP: tl.constexpr):
     """(probabilities, gradient of the raw scores) from scaled scores, grad @ v, the rows' lse and sum(grad * out)."""
     slope = 1.0
-    if SOFTCAP:
-        bent = _tanh(score / softcap)
-        score = softcap * bent
+    if SOFTCAP > 0:
+        bent = _tanh(score / SOFTCAP)
+        score = SOFTCAP * bent
         slope = 1 - bent * bent
     p = tl.where(seen, tl.exp(score - lse), 0.0)
     return p, p * (product - delta) * slope
@@ -177,53 +179,55 @@ def _slopes(score, product, lse, delta, seen, softcap, SOFTCAP: tl.constexpr):
 @triton.jit
 def _dq_kernel(
     grad, q, k, v, out, lse, delta, dq, tiles, stride_g, head_g, stride_q, head_q, stride_k, head_k, stride_v, head_v,
-    scale, softcap, window, H,
-    GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr, PART: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    PART: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program: one tile of queries of one head. Writes dq [T, H, DK] and delta = sum(grad * out), fp32 [T, H]."""
     tile, head = tiles + (tl.program_id(0) // H) * 5, (tl.program_id(0) % H).to(tl.int64)
     start, length, prefix, depth, first = _row(tile)
     q, k, v = q + head * head_q, k + head // GROUP * head_k, v + head // GROUP * head_v
     index = first + tl.arange(0, QUERIES)
-    tokens, real, at = start + index, index < length, depth + index
+    tokens, real, at = start + tl.minimum(index, length - 1), index < length, depth + index
     grad += head * head_g
-    gs = _tile(grad, tokens, real, stride_g, DV, VP)
-    os = _tile(out + head * DV, tokens, real, H * DV, DV, VP)
+    gs = _tile(grad, tokens, stride_g, DV, VP)
+    os = _tile(out + head * DV, tokens, H * DV, DV, VP)
     deltas = tl.sum(gs.to(tl.float32) * os.to(tl.float32), 1)
     tl.store(delta + tokens * H + head, deltas, mask=real)
-    qs = _tile(q, tokens, real, stride_q, DK, KP)
-    lses = tl.load(lse + tokens * H + head, mask=real, other=0.0)
+    qs = _tile(q, tokens, stride_q, DK, KP)
+    lses = tl.load(lse + tokens * H + head)
     total = tl.zeros([QUERIES, KP], tl.float32)
-    skip, of_prefix, own_skip, own = _steps(length, depth, first, window, QUERIES, KEYS, WINDOW)
+    skip, of_prefix, own_skip, own = _steps(length, depth, first, QUERIES, KEYS, WINDOW)
     for step in tl.range(0, of_prefix + own, num_stages=STAGES):
         keys, position, exists = _keys(step, start, length, prefix, depth, skip, of_prefix, own_skip, KEYS)
-        ks, vs = _tile(k, keys, exists, stride_k, DK, KP), _tile(v, keys, exists, stride_v, DV, VP)
-        score = _product(q, qs, tokens, real, stride_q, k, ks, keys, exists, stride_k, DK, KP, PART) * scale
-        product = _product(grad, gs, tokens, real, stride_g, v, vs, keys, exists, stride_v, DV, VP, PART)
+        ks, vs = _tile(k, keys, stride_k, DK, KP), _tile(v, keys, stride_v, DV, VP)
+        score = _product(q, qs, tokens, stride_q, k, ks, keys, stride_k, DK, KP, PART) * SCALE
+        product = _product(grad, gs, tokens, stride_g, v, vs, keys, stride_v, DV, VP, PART)
         seen = real[:, None] & exists[None, :] & (position[None, :] <= at[:, None])
         if WINDOW:
-            seen &= position[None, :] > at[:, None] - window
-        p, slopes = _slopes(score, product, lses[:, None], deltas[:, None], seen, softcap, SOFTCAP)
+            seen &= position[None, :] > at[:, None] - WINDOW
+        p, slopes = _slopes(score, product, lses[:, None], deltas[:, None], seen, SOFTCAP)
         total = _dot(_round(slopes, ks.dtype), ks, total)
-    _store(dq + head * DK, tokens, real, H * DK, total * scale, DK, KP)
+    _store(dq + head * DK, tokens, real, H * DK, total * SCALE, DK, KP)
 
 
 @triton.jit
 def _dkv_kernel(
     grad, q, k, v, lse, delta, dk, dv, tiles, visits, stride_g, head_g, stride_q, head_q, stride_k, head_k, stride_v,
-    head_v, scale, softcap, window, HKV,
-    GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr, PART: tl.constexpr,
+    head_v,
+    H: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    PART: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program: one tile of keys of one kv head, over all that see it. Writes dk [T, HKV, DK] and dv [T, HKV, DV]."""
+    HKV: tl.constexpr = H // GROUP
     tile, head = tiles + (tl.program_id(0) // HKV) * 4, (tl.program_id(0) % HKV).to(tl.int64)
-    H = HKV * GROUP
-    begin, end = tl.load(tile + 2), tl.load(tile + 3)
+    begin, end = tl.load(tile + 2).to(tl.int32), tl.load(tile + 3).to(tl.int32)
     index = tl.arange(0, KEYS)
-    keys, exists = tl.load(tile) + index, index < tl.load(tile + 1)
+    count = tl.load(tile + 1).to(tl.int32)
+    keys, exists = tl.load(tile) + tl.minimum(index, count - 1), index < count
     k, v = k + head * head_k, v + head * head_v
-    ks, vs = _tile(k, keys, exists, stride_k, DK, KP), _tile(v, keys, exists, stride_v, DV, VP)
+    ks, vs = _tile(k, keys, stride_k, DK, KP), _tile(v, keys, stride_v, DV, VP)
     dks, dvs = tl.zeros([KEYS, KP], tl.float32), tl.zeros([KEYS, VP], tl.float32)
     for visit in range(begin, end):
         start, length = tl.load(visits + visit * 4), tl.load(visits + visit * 4 + 1).to(tl.int32)
@@ -231,27 +235,27 @@ def _dkv_kernel(
         low = tl.maximum(position - depth, 0) // QUERIES * QUERIES  # tiles begin where those of the segment do
         high = length
         if WINDOW:
-            high = tl.minimum(length, position + KEYS - 1 + window - depth)
+            high = tl.minimum(length, position + KEYS - 1 + WINDOW - depth)
         at_key = position + index
         for member in range(GROUP):
             h = head * GROUP + member
             q_h, grad_h = q + h * head_q, grad + h * head_g
             for first in tl.range(low, high, QUERIES, num_stages=STAGES):
                 rows = first + tl.arange(0, QUERIES)
-                tokens, real, at = start + rows, rows < length, depth + rows
-                qs = _tile(q_h, tokens, real, stride_q, DK, KP)
-                gs = _tile(grad_h, tokens, real, stride_g, DV, VP)
-                lses = tl.load(lse + tokens * H + h, mask=real, other=0.0)
-                deltas = tl.load(delta + tokens * H + h, mask=real, other=0.0)
-                score = _product(k, ks, keys, exists, stride_k, q_h, qs, tokens, real, stride_q, DK, KP, PART) * scale
-                product = _product(v, vs, keys, exists, stride_v, grad_h, gs, tokens, real, stride_g, DV, VP, PART)
+                tokens, real, at = start + tl.minimum(rows, length - 1), rows < length, depth + rows
+                qs = _tile(q_h, tokens, stride_q, DK, KP)
+                gs = _tile(grad_h, tokens, stride_g, DV, VP)
+                lses = tl.load(lse + tokens * H + h)
+                deltas = tl.load(delta + tokens * H + h)
+                score = _product(k, ks, keys, stride_k, q_h, qs, tokens, stride_q, DK, KP, PART) * SCALE
+                product = _product(v, vs, keys, stride_v, grad_h, gs, tokens, stride_g, DV, VP, PART)
                 seen = exists[:, None] & real[None, :] & (at_key[:, None] <= at[None, :])
                 if WINDOW:
-                    seen &= at_key[:, None] > at[None, :] - window
-                p, slopes = _slopes(score, product, lses[None, :], deltas[None, :], seen, softcap, SOFTCAP)
+                    seen &= at_key[:, None] > at[None, :] - WINDOW
+                p, slopes = _slopes(score, product, lses[None, :], deltas[None, :], seen, SOFTCAP)
                 dvs = _dot(_round(p, gs.dtype), gs, dvs)
                 dks = _dot(_round(slopes, qs.dtype), qs, dks)
-    _store(dk + head * DK, keys, exists, HKV * DK, dks * scale, DK, KP)
+    _store(dk + head * DK, keys, exists, HKV * DK, dks * SCALE, DK, KP)
     _store(dv + head * DV, keys, exists, HKV * DV, dvs, DV, VP)
 
 
@@ -268,8 +272,8 @@ def packed_attention_forward(
     tiles = query_tiles(segments, b.queries, q.device)
     if len(tiles):
         _forward_kernel[(len(tiles) * H,)](
-            q, k, v, sinks, out, lse, tiles, *_strides(q, k, v), scale, softcap, window, H, SINKS=sinks is not None,
-            **_constants(H // Hkv, dk, dv, b, window, softcap), num_warps=b.warps, num_stages=b.stages,
+            q, k, v, sinks, out, lse, tiles, *_strides(q, k, v), SINKS=sinks is not None,
+            **_constants(H, Hkv, dk, dv, b, scale, window, softcap), num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
     return out, lse
 
@@ -298,15 +302,15 @@ def packed_attention_backward(
     tiles = query_tiles(segments, b.queries, q.device)
     if len(tiles):
         _dq_kernel[(len(tiles) * H,)](
-            grad, q, k, v, out, lse, delta, d_q, tiles, *strides, scale, softcap, window, H,
-            **_constants(H // Hkv, dk, dv, b, window, softcap), num_warps=b.warps, num_stages=b.stages,
+            grad, q, k, v, out, lse, delta, d_q, tiles, *strides,
+            **_constants(H, Hkv, dk, dv, b, scale, window, softcap), num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
     b = blocks("dkv", dk, dv, q.dtype, target)
     tiles, visits = key_tiles(segments, T, b.keys, q.device)
     if len(tiles):
         _dkv_kernel[(len(tiles) * Hkv,)](
-            grad, q, k, v, lse, delta, d_k, d_v, tiles, visits, *strides, scale, softcap, window, Hkv,
-            **_constants(H // Hkv, dk, dv, b, window, softcap), num_warps=b.warps, num_stages=b.stages,
+            grad, q, k, v, lse, delta, d_k, d_v, tiles, visits, *strides,
+            **_constants(H, Hkv, dk, dv, b, scale, window, softcap), num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip
     if sinks is None:
         return d_q, d_k, d_v, q.new_empty(0)
@@ -321,10 +325,13 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:2]]
 
 
-def _constants(group: int, dk: int, dv: int, b: Blocks, window: int, softcap: float) -> dict[str, Any]:
+def _constants(
+    heads: int, kv_heads: int, dk: int, dv: int, b: Blocks, scale: float, window: int, softcap: float
+) -> dict[str, Any]:
+    """What a model fixes, none of it different from batch to batch."""
     return dict(
-        GROUP=group, DK=dk, DV=dv, KP=padded(dk), VP=padded(dv), QUERIES=b.queries, KEYS=b.keys, WINDOW=window > 0,
-        SOFTCAP=softcap > 0, STAGES=b.stages, PART=b.part,
+        H=heads, GROUP=heads // kv_heads, SCALE=scale, WINDOW=window, SOFTCAP=softcap, DK=dk, DV=dv, KP=padded(dk),
+        VP=padded(dv), QUERIES=b.queries, KEYS=b.keys, PART=b.part, STAGES=b.stages,
     )  # fmt: skip
 
 
@@ -349,11 +356,11 @@ def offline_cases(target: str) -> list[Case]:
         data = "*fp32" if dtype == torch.float32 else "*bf16"
         for kernel, name in ((_forward_kernel, "forward"), (_dq_kernel, "dq"), (_dkv_kernel, "dkv")):
             b = blocks(name, dk, dv, dtype, target)
-            constants = _constants(group, dk, dv, b, window, softcap)
+            constants = _constants(16, 16 // group, dk, dv, b, dk**-0.5, window, softcap)
             if kernel is _forward_kernel:
                 constants["SINKS"] = sinks
             types = dict.fromkeys(("q", "k", "v", "sinks", "grad", "out", "dq", "dk", "dv"), data)
-            types |= dict(lse="*fp32", delta="*fp32", tiles="*i64", visits="*i64", scale="fp32", softcap="fp32")
+            types |= dict(lse="*fp32", delta="*fp32", tiles="*i64", visits="*i64")
             signature = {x: "constexpr" if x in constants else types.get(x, "i32") for x in kernel.arg_names}
             cases.append(Case(kernel, signature, constants, b.warps, b.stages))
     return cases
