@@ -150,7 +150,7 @@ struct Given {
   int64_t tokens = 0;
 
   FC_INLINE bool load(int64_t i, int64_t n, Tokens& t, Lanes&) {
-    for (int k = 0; k < kLanes; ++k) t.keep[k] = k < n ? -1 : 0;
+    for (int k = 0; k < kTokens; ++k) t.keep[k] = k < n ? -1 : 0;
     t.logprob = load_tokens(logprob + i, n);
     t.old = load_tokens(old + i, n);
     t.advantage = load_tokens(advantage + i, n);
@@ -212,7 +212,7 @@ PolicySums fold(const Lanes& l, int64_t tokens) {
   double* v = sums.value;
   v[0] = l.loss.total(), v[3] = l.ratio.total(), v[6] = l.approx_kl.total(), v[11] = l.kl.total();
   v[1] = static_cast<double>(tokens);
-  for (int i = 0; i < kLanes; ++i) {
+  for (int i = 0; i < kTokens; ++i) {
     v[4] = std::min<double>(v[4], l.least[i]);
     v[5] = std::max<double>(v[5], l.most[i]);
     v[7] -= l.low[i];
@@ -230,8 +230,8 @@ FC_INLINE bool walk(const Settings s, int64_t n, Source source, float* grad, Pol
   Lanes lanes;
   for (int64_t i = 0; i < n; i += 64) {
     Partial partial;
-    for (int64_t j = i; j < std::min(n, i + 64); j += kLanes) {
-      const int64_t width = std::min(kLanes, n - j);
+    for (int64_t j = i; j < std::min(n, i + 64); j += kTokens) {
+      const int64_t width = std::min(kTokens, n - j);
       Tokens t;
       const f32x8 g = source.load(j, width, t, lanes) ? step<kPlain>(s, t, partial, lanes) : splat8(0);
       store_tokens(grad + j, g, width);

@@ -25,12 +25,12 @@ FC_CLONES void sum_block(const Packed& a, const float* x, const float* y, float 
   const auto close = [&](int64_t at) __attribute__((always_inline)) {
     run.end = at;
     run.sum += total.total();
-    for (int k = 0; k < kLanes; ++k) run.count -= count[k];
+    for (int k = 0; k < kTokens; ++k) run.count -= count[k];
     if (run.id >= 0) block.runs->push_back(run);
     total = {}, count = i32x8{};
   };
-  for (int64_t i = begin; i < end; i += kLanes) {
-    const int64_t n = std::min(kLanes, end - i);
+  for (int64_t i = begin; i < end; i += kTokens) {
+    const int64_t n = std::min(kTokens, end - i);
     const uint64_t bytes = mask_bytes(a.mask + i, n);
     if (!bytes) continue;
     const i32x8 keep = kept(bytes);
@@ -64,7 +64,7 @@ FC_CLONES void sum_block(const Packed& a, const float* x, const float* y, float 
   }
   close(end);
   block.bad = !all_finite(odd);
-  for (int k = 0; k < kLanes; ++k) block.floored += floored[k];
+  for (int k = 0; k < kTokens; ++k) block.floored += floored[k];
 }
 
 // As Python writes a float.

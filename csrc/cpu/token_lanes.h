@@ -8,7 +8,7 @@
 
 namespace fc {
 
-constexpr int64_t kLanes = 8;
+constexpr int64_t kTokens = 8;
 
 typedef double f64x4 __attribute__((vector_size(32)));
 typedef int64_t i64x4 __attribute__((vector_size(32)));
@@ -20,14 +20,14 @@ FC_INLINE f32x8 min(f32x8 a, f32x8 b) { return a < b ? a : b; }
 FC_INLINE f32x8 max(f32x8 a, f32x8 b) { return a > b ? a : b; }
 FC_INLINE f32x8 fma(f32x8 a, f32x8 b, f32x8 c) {
   f32x8 r;
-  for (int i = 0; i < kLanes; ++i) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  for (int i = 0; i < kTokens; ++i) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return r;
 }
 
 // The first n of eight: floats (the others 0), bools as -1 or 0.
-FC_INLINE f32x8 load_tokens(const float* p, int64_t n) { return n == kLanes ? load8(p) : load8(p, n); }
+FC_INLINE f32x8 load_tokens(const float* p, int64_t n) { return n == kTokens ? load8(p) : load8(p, n); }
 FC_INLINE void store_tokens(float* p, f32x8 v, int64_t n) {
-  if (n == kLanes) {
+  if (n == kTokens) {
     std::memcpy(p, &v, sizeof v);
   } else {
     for (int64_t i = 0; i < n; ++i) p[i] = v[i];
@@ -35,8 +35,8 @@ FC_INLINE void store_tokens(float* p, f32x8 v, int64_t n) {
 }
 FC_INLINE uint64_t mask_bytes(const bool* mask, int64_t n) {
   uint64_t bytes = 0;
-  if (n == kLanes) {
-    std::memcpy(&bytes, mask, kLanes);
+  if (n == kTokens) {
+    std::memcpy(&bytes, mask, kTokens);
   } else {
     std::memcpy(&bytes, mask, n);
   }
@@ -50,12 +50,12 @@ FC_INLINE i32x8 kept(uint64_t bytes) {
 
 FC_INLINE bool all_finite(f32x8 v) {
   bool finite = true;
-  for (int i = 0; i < kLanes; ++i) finite &= v[i] - v[i] == 0;
+  for (int i = 0; i < kTokens; ++i) finite &= v[i] - v[i] == 0;
   return finite;
 }
 
 FC_INLINE bool all_are(const int64_t* ids, int64_t n, int64_t id) {
-  if (n != kLanes) return false;
+  if (n != kTokens) return false;
   i64x4 low, high;
   std::memcpy(&low, ids, sizeof low);
   std::memcpy(&high, ids + 4, sizeof high);
