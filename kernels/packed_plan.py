@@ -43,17 +43,25 @@ def target_of(device: torch.device) -> str:
 
 @lru_cache
 def blocks(kernel: str, dk: int, dv: int, dtype: torch.dtype, target: str) -> Blocks:
-    """Block sizes of "forward", "dq" or "dkv" on "sm_80", "sm_90", "sm_100", "gfx942" or "cpu", the interpreter."""
+    """Block sizes of "forward", "dq" or "dkv" on "sm_80", "sm_90", "sm_100", "gfx942" or "cpu", the interpreter.
+
+    The largest tiles of which nothing spills, vector or scalar register, in any of ``offline_cases``.
+    """
     width = max(padded(dk), padded(dv))
     if target == "cpu":
         return Blocks(16, 16, 1, 1, 16 if width > 16 else 0)
     if dtype == torch.float32:
-        return Blocks(16, 32, 8, 1, 32)
-    if kernel == "forward":
-        return Blocks(128, 64, 8, 3) if width <= 64 else Blocks(128, 32, 8, 3) if width <= 128 else Blocks(64, 32, 8, 2)
-    if kernel == "dq":
-        return Blocks(128, 64, 8, 2) if width <= 64 else Blocks(128, 32, 8, 2) if width <= 128 else Blocks(64, 32, 8, 1)
-    return Blocks(64, 128, 8, 2) if width <= 64 else Blocks(32, 64, 8, 2) if width <= 128 else Blocks(32, 32, 8, 1)
+        tall = kernel == "dkv" and width <= 128 and target != "gfx942"
+        return Blocks(32, 16, 8, 1, 32) if tall else Blocks(16, 32, 8, 1, 32)
+    if target == "gfx942":
+        narrow = {"forward": Blocks(128, 16, 8, 1), "dq": Blocks(128, 16, 8, 1), "dkv": Blocks(16, 64, 4, 1)}
+        wide = {"forward": Blocks(64, 16, 8, 1), "dq": Blocks(32, 32, 4, 1), "dkv": Blocks(16, 32, 4, 1)}
+        return (narrow if width <= 128 else wide)[kernel]
+    return {
+        "forward": (Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 3), Blocks(64, 32, 8, 2)),
+        "dq": (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(32, 32, 8, 1)),
+        "dkv": (Blocks(32, 128, 8, 2), Blocks(32, 64, 8, 2), Blocks(32, 32, 8, 1)),
+    }[kernel][(width > 64) + (width > 128)]
 
 
 def query_tiles(segments: Segments, size: int, device: torch.device) -> Tensor:
