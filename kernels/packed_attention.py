@@ -15,21 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastcollab.kernels.logits import tanh, target_of
 from fastcollab.kernels.offline import Case
-from fastcollab.kernels.packed_plan import Blocks, blocks, covers, key_tiles, padded, query_tiles, target_of
+from fastcollab.kernels.packed_plan import Blocks, blocks, covers, key_tiles, query_tiles
+from fastcollab.kernels.paged_plan import padded
 from fastcollab.reference.packed import Segments
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # which takes bfloat16 for integers, and cuts it off
-
-
-@triton.jit
-def _tanh(x):
-    """About 2 ulp: a polynomial (Cephes) near 0, where 1 - 2 / (e^2x + 1) would cancel."""
-    z = x * x
-    y = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1
-    near = (y * z - 3.33332819422e-1) * z * x + x
-    far = 1 - 2 / (tl.exp(2 * tl.abs(x)) + 1)
-    return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0, -far, far))
 
 
 @triton.jit
@@ -147,7 +139,7 @@ def _forward_kernel(
         ks, vs = _tile(k, keys, stride_k, DK, KP), _tile(v, keys, stride_v, DV, VP)
         score = _product(q, qs, tokens, stride_q, k, ks, keys, stride_k, DK, KP, PART) * SCALE
         if SOFTCAP > 0:
-            score = SOFTCAP * _tanh(score / SOFTCAP)
+            score = SOFTCAP * tanh(score / SOFTCAP)
         seen = exists[None, :] & (position[None, :] <= at[:, None])
         if WINDOW:
             seen &= position[None, :] > at[:, None] - WINDOW
@@ -169,7 +161,7 @@ def _slopes(score, product, lse, delta, seen, SOFTCAP: tl.constexpr):
     """(probabilities, gradient of the raw scores) from scaled scores, grad @ v, the rows' lse and sum(grad * out)."""
     slope = 1.0
     if SOFTCAP > 0:
-        bent = _tanh(score / SOFTCAP)
+        bent = tanh(score / SOFTCAP)
         score = SOFTCAP * bent
         slope = 1 - bent * bent
     p = tl.where(seen, tl.exp(score - lse), 0.0)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastcollab.kernels.paged_plan import padded
 from fastcollab.reference.packed import Segments
 
 
@@ -23,22 +24,6 @@ class Blocks(NamedTuple):
     warps: int
     stages: int
     part: int = 0  # columns of a head multiplied at once; 0: all
-
-
-def padded(width: int) -> int:
-    """The width of a head in registers: a power of two that a matrix unit takes."""
-    return max(16, 1 << (width - 1).bit_length())
-
-
-@lru_cache
-def target_of(device: torch.device) -> str:
-    """The name of a device's target as in :func:`blocks`; an unknown chip takes the nearest older one of its maker."""
-    if device.type == "cpu":
-        return "cpu"
-    if torch.version.hip:
-        return "gfx942"
-    major = torch.cuda.get_device_capability(device)[0]
-    return "sm_100" if major >= 10 else "sm_90" if major == 9 else "sm_80"
 
 
 @lru_cache
@@ -59,7 +44,7 @@ def blocks(kernel: str, dk: int, dv: int, dtype: torch.dtype, target: str) -> Bl
         return (narrow if width <= 128 else wide)[kernel]
     return {
         "forward": (Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 3), Blocks(64, 32, 8, 2)),
-        "dq": (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(32, 32, 8, 1)),
+        "dq": (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(32, 64, 8, 1)),
         "dkv": (Blocks(32, 128, 8, 2), Blocks(32, 64, 8, 2), Blocks(32, 32, 8, 1)),
     }[kernel][(width > 64) + (width > 128)]
 
