@@ -134,16 +134,20 @@ def test_bits_do_not_depend_on_neighbours_or_threads(window, dtype):
 @native
 @pytest.mark.parametrize("window", [0, 20, 64])
 @pytest.mark.parametrize("pieces", [[1] * 150, [64, 64, 22], [1, 100, 7, 42], [149, 1]], ids=str)
-def test_bits_do_not_depend_on_how_tokens_are_split(pieces, window):
-    case = make_case([150], [150], 4, 2, 24, 24, 16)
-    whole, _ = run(case, window=window, sinks=torch.tensor([0.1, -1.0, 2.0, 0.0]))
+@pytest.mark.parametrize("shape", [(4, 2, 24, torch.float32), (4, 4, 32, torch.bfloat16), (4, 1, 48, torch.float32),
+                                   (4, 2, 64, torch.bfloat16)], ids=str)  # fmt: skip
+def test_bits_do_not_depend_on_how_tokens_are_split(shape, pieces, window):
+    heads, kv_heads, width, dtype = shape
+    case = make_case([150], [150], heads, kv_heads, width, width, 16, dtype)
+    sinks = torch.tensor([0.1, -1.0, 2.0, 0.0])
+    whole, _ = run(case, window=window, sinks=sinks)
     done, parts, state = 0, [], {name: case[name].clone() for name in ("k_pool", "v_pool")}
     indices = torch.arange(151, dtype=torch.int32)
     for n in pieces:
         piece = {name: case[name][done : done + n] for name in ("q", "k", "v", "slot_mapping")}
         done += n
         piece |= {"q_indptr": indices[[0, n]], "kv_len": indices[[done]]}
-        out, used = run({**case, **state, **piece}, window=window, sinks=torch.tensor([0.1, -1.0, 2.0, 0.0]))
+        out, used = run({**case, **state, **piece}, window=window, sinks=sinks)
         state = {name: used[name] for name in state}
         parts.append(out)
     assert torch.equal(torch.cat(parts), whole)

@@ -9,8 +9,8 @@
 
 namespace fc {
 
-constexpr int64_t kTile = 64;   // keys per tile, aligned to absolute position
-constexpr int64_t kChunk = 16;  // keys whose rows are read for all heads in turn, as memory likes it
+constexpr int64_t kTile = 64;  // keys per tile, aligned to absolute position
+constexpr int64_t kChunk = 8;  // keys whose rows are read for all heads in turn: almost as one stream
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 FC_INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -22,12 +22,12 @@ struct Tile {
       : start(number * kTile),
         first(std::max(low - start, int64_t{0})),
         last(std::min(high - start, kTile)),
-        begin(first / kChunk * kChunk),
-        end(round_up(last, kChunk)) {}
+        begin(first / 16 * 16),
+        end(round_up(last, 16)) {}
   bool has(int64_t key) const { return key >= first && key < last; }
 };
 
-// Where the keys and values of a tile lie (head 0).
+// Where the keys and values of a tile lie (head 0). Where it has no key, some row of it: to be prefetched, not read.
 template <class P>
 struct Rows {
   const P *key[kTile], *value[kTile];
@@ -44,6 +44,25 @@ struct Rows {
         v += a.v_pool_slot;
       }
     }
+    for (int64_t i = 0; i < kTile; ++i) {
+      if (tile.has(i)) continue;
+      key[i] = key[tile.first];
+      value[i] = value[tile.first];
+    }
+  }
+};
+
+// The rows to be read after a chunk's: asked for while that is computed, or arithmetic and memory take turns.
+template <class P>
+struct Ahead {
+  const P* const* row;  // null: asked for already
+  int64_t offset;
+
+  template <int64_t count>
+  FC_INLINE void ask(int64_t key, int64_t d) const {
+    const P* at = row[key] + offset + d;
+    FC_UNROLL
+    for (int64_t i = 0; i < count; i += 64 / sizeof(P)) __builtin_prefetch(at + i, 0, 2);
   }
 };
 
@@ -135,25 +154,39 @@ FC_INLINE void dot(const float* q, const S* const* key, int64_t dk, float* score
   }
 }
 
-template <class V, class S>
-FC_INLINE void score_keys(const float* q, const S* const* key, int64_t dk, int64_t queries, float* score) {
-  int64_t i = 0;
-  if constexpr (kLanes<V> == 16) {
-    for (; i + 4 <= queries; i += 4) {
-      for (int64_t j = 0; j < kChunk; j += 4) dot<V, 4, 4>(q + i * dk, key + j, dk, score + i * kTile + j);
+template <class V, int N, class S, class P>
+FC_INLINE void score_queries(const float* q, const S* const* key, int64_t dk, const Ahead<P>& ahead, float* score) {
+  constexpr int M = N == 1 ? 8 : 4;
+  for (int64_t j = 0; j < kChunk; j += M) {
+    if (ahead.row) {
+      for (int64_t d = 0; d < dk; d += 64 / sizeof(P)) {
+        FC_UNROLL
+        for (int64_t n = 0; n < M; ++n) ahead.template ask<1>(j + n, d);
+      }
     }
-  }
-  for (; i + 2 <= queries; i += 2) {
-    for (int64_t j = 0; j < kChunk; j += 4) dot<V, 2, 4>(q + i * dk, key + j, dk, score + i * kTile + j);
-  }
-  for (; i < queries; ++i) {
-    for (int64_t j = 0; j < kChunk; j += 8) dot<V, 1, 8>(q + i * dk, key + j, dk, score + i * kTile + j);
+    dot<V, N, M>(q, key + j, dk, score + j);
   }
 }
 
+template <class V, class S, class P>
+FC_INLINE void score_keys(const float* q, const S* const* key, int64_t dk, Ahead<P> ahead, int64_t queries,
+                          float* score) {
+  int64_t i = 0;
+  if constexpr (kLanes<V> == 16) {
+    for (; i + 4 <= queries; i += 4, ahead.row = nullptr) {
+      score_queries<V, 4>(q + i * dk, key, dk, ahead, score + i * kTile);
+    }
+  }
+  for (; i + 2 <= queries; i += 2, ahead.row = nullptr) {
+    score_queries<V, 2>(q + i * dk, key, dk, ahead, score + i * kTile);
+  }
+  for (; i < queries; ++i, ahead.row = nullptr) score_queries<V, 1>(q + i * dk, key, dk, ahead, score + i * kTile);
+}
+
 // acc[i] += sum over a chunk's keys of p[i][key] * value[key] for N queries and M vectors of columns; keys in order.
-template <class V, int N, int M, class S>
-FC_INLINE void multiply_values(const float* p, const S* const* value, int64_t column, int64_t width, float* acc) {
+template <class V, int N, int M, class S, class P>
+FC_INLINE void multiply_values(const float* p, const S* const* value, int64_t column, int64_t width,
+                               const Ahead<P>& ahead, float* acc) {
   V sum[N][M];
   FC_UNROLL
   for (int i = 0; i < N; ++i) {
@@ -161,6 +194,7 @@ FC_INLINE void multiply_values(const float* p, const S* const* value, int64_t co
     for (int j = 0; j < M; ++j) sum[i][j] = read<V>(acc + i * width + kLanes<V> * j);
   }
   for (int64_t key = 0; key < kChunk; ++key) {
+    if (ahead.row) ahead.template ask<M * kLanes<V>>(key, column);
     FC_UNROLL
     for (int j = 0; j < M; ++j) {
       const V v = loaded(read<V>(value[key] + column + kLanes<V> * j));
@@ -175,18 +209,21 @@ FC_INLINE void multiply_values(const float* p, const S* const* value, int64_t co
   }
 }
 
-template <class V, int N, class S>
-FC_INLINE void accumulate(const float* p, const S* const* value, int64_t width, float* acc) {
+template <class V, int N, class S, class P>
+FC_INLINE void accumulate(const float* p, const S* const* value, int64_t width, const Ahead<P>& ahead, float* acc) {
   int64_t d = 0;
-  for (; d + 4 * kLanes<V> <= width; d += 4 * kLanes<V>) multiply_values<V, N, 4>(p, value, d, width, acc + d);
-  for (; d < width; d += 16) multiply_values<V, N, 16 / kLanes<V>>(p, value, d, width, acc + d);
+  for (; d + 4 * kLanes<V> <= width; d += 4 * kLanes<V>) multiply_values<V, N, 4>(p, value, d, width, ahead, acc + d);
+  for (; d < width; d += 16) multiply_values<V, N, 16 / kLanes<V>>(p, value, d, width, ahead, acc + d);
 }
 
-template <class V, class S>
-FC_INLINE void add_values(const float* p, const S* const* value, int64_t width, int64_t queries, float* acc) {
+template <class V, class S, class P>
+FC_INLINE void add_values(const float* p, const S* const* value, int64_t width, Ahead<P> ahead, int64_t queries,
+                          float* acc) {
   int64_t i = 0;
-  for (; i + 2 <= queries; i += 2) accumulate<V, 2>(p + i * kTile, value, width, acc + i * width);
-  for (; i < queries; ++i) accumulate<V, 1>(p + i * kTile, value, width, acc + i * width);
+  for (; i + 2 <= queries; i += 2, ahead.row = nullptr) {
+    accumulate<V, 2>(p + i * kTile, value, width, ahead, acc + i * width);
+  }
+  for (; i < queries; ++i, ahead.row = nullptr) accumulate<V, 1>(p + i * kTile, value, width, ahead, acc + i * width);
 }
 
 // Sixteen running lanes in vectors V, and their sum or maximum by the tree of simd.h.

@@ -87,12 +87,14 @@ FC_INLINE void attend(const PagedAttention& a, const Task& task, const Scratch& 
   }
 
   const int64_t low = a.first_visible(position), high = position + task.count;
-  Rows<P> rows;
+  Rows<P> rows, next_rows;
   const P* lie[kChunk];
   const float* copy[kChunk];
-  for (int64_t number = low / kTile; number * kTile < high; ++number) {
+  rows.find(a, table, Tile(low / kTile, low, high));
+  for (int64_t number = low / kTile; number * kTile < high; ++number, rows = next_rows) {
     const Tile tile(number, low, high);
-    rows.find(a, table, tile);
+    const bool more = (number + 1) * kTile < high;
+    if (more) next_rows.find(a, table, Tile(number + 1, low, high));
     // queries that see a key of this tile: those at or after its first key, whose window has not passed its last
     int64_t from = std::max<int64_t>(0, tile.start - position), to = task.count;
     while (a.first_visible(position + to - 1) >= tile.start + tile.last) --to;
@@ -104,12 +106,15 @@ FC_INLINE void attend(const PagedAttention& a, const Task& task, const Scratch& 
         const int64_t base = h * queries + from, offset = (task.head + h) * a.k_pool_head;
         const float* q = s.q + base * depth;
         float* score = s.score + base * kTile + begin;
+        const Ahead<P> ahead = begin + kChunk < tile.end
+                                   ? Ahead<P>{rows.key + begin + kChunk, offset}
+                                   : Ahead<P>{rows.value + tile.begin, (task.head + h) * a.v_pool_head};
         if (in_place<P>(a.Dk, count)) {
           point(rows.key, tile, begin, offset, s.zero, lie);
-          score_keys<V>(q, lie, depth, count, score);
+          score_keys<V>(q, lie, depth, ahead, count, score);
         } else {
           widen_rows<V>(rows.key, tile, begin, offset, a.Dk, s.zero, s.rows, copy);
-          score_keys<V>(q, copy, depth, count, score);
+          score_keys<V>(q, copy, depth, ahead, count, score);
         }
       }
     }
@@ -127,12 +132,15 @@ FC_INLINE void attend(const PagedAttention& a, const Task& task, const Scratch& 
         const int64_t base = h * queries + from, offset = (task.head + h) * a.v_pool_head;
         const float* p = s.score + base * kTile + begin;
         float* acc = s.acc + base * width;
+        const Ahead<P> ahead = begin + kChunk < tile.end ? Ahead<P>{rows.value + begin + kChunk, offset}
+                               : more                    ? Ahead<P>{next_rows.key, (task.head + h) * a.k_pool_head}
+                                                         : Ahead<P>{nullptr, 0};
         if (in_place<P>(a.Dv, count)) {
           point(rows.value, tile, begin, offset, s.zero, lie);
-          add_values<V>(p, lie, width, count, acc);
+          add_values<V>(p, lie, width, ahead, count, acc);
         } else {
           widen_rows<V>(rows.value, tile, begin, offset, a.Dv, s.zero, s.rows, copy);
-          add_values<V>(p, copy, width, count, acc);
+          add_values<V>(p, copy, width, ahead, count, acc);
         }
       }
     }
