@@ -17,10 +17,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON file; default: bench/results/<device>.json (or kernels.json)")
     parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer batches")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--only", default="", help="ops: cases whose name and sizes contain this text")
+    parser.add_argument("--only", default="", help="ops: cases, kernels: modules with this text")
     args = parser.parse_args(arguments)
     if args.what == "kernels":
-        return kernels.run(args.out)
+        return kernels.run(args.out, args.only)
     path = args.out or harness.default_path(args.device)
     if args.what in ("ops", "all"):
         ops.run(path, args.quick, args.device, args.only)

@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache
@@ -138,23 +138,23 @@ def _pool(processes: int) -> ProcessPoolExecutor:
 
 def keys(modules: Sequence[str] | None = None, targets: Sequence[str] = tuple(TARGETS)) -> list[dict[str, Any]]:
     """{kernel, target, config} of everything that would be compiled; compiles nothing."""
-    jobs = [(module, target) for module in modules or kernel_modules() for target in targets]
+    jobs = [(module, target) for module in (kernel_modules() if modules is None else modules) for target in targets]
     with _pool(1) as pool:
         return [key for found in pool.map(_list, jobs) for key in found]
 
 
 def compile_all(modules: Sequence[str] | None = None, targets: Sequence[str] = tuple(TARGETS),
-                processes: int | None = None) -> list[dict[str, Any]]:  # fmt: skip
-    """One entry a compilation, in the order of ``keys``: with ``error`` where it failed.
+                processes: int | None = None) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """One entry a compilation, in the order of ``keys`` and as they come: with ``error`` where it failed.
 
     Raises: RuntimeError where a compiler crashed and took its process with it.
     """
-    pairs = [(module, target) for module in modules or kernel_modules() for target in targets]
+    pairs = [(module, target) for module in (kernel_modules() if modules is None else modules) for target in targets]
     with _pool(processes or min(os.cpu_count() or 2, 8)) as pool:
         counts = [len(found) for found in pool.map(_list, pairs)]
         jobs = [(*pair, i) for pair, count in zip(pairs, counts, strict=True) for i in range(count)]
         try:
-            return list(pool.map(_compile, jobs))
+            yield from pool.map(_compile, jobs)
         except BrokenProcessPool as error:
             raise RuntimeError(f"a compiler crashed in one of {jobs}") from error
 
@@ -172,16 +172,24 @@ def show(entries: Sequence[dict[str, Any]]) -> str:
     return table(["kernel", "configs", "registers", "spills", "shared", "binary bytes"], lines)
 
 
-def run(path: Path | None = None, targets: Sequence[str] = tuple(TARGETS)) -> int:
-    """Compile everything, print the table, write the list; the exit status: 1 for a fault or for nothing to compile."""
-    path = path or results_folder() / "kernels.json"
-    entries = compile_all(targets=targets)
+def run(path: Path | None = None, only: str = "") -> int:
+    """Compile everything, print each fault as it is found and the table, write the list.
+
+    ``only`` compiles the modules whose name contains it, and writes nothing unless ``path`` is given.
+    Returns: the exit status, 1 for a fault or for nothing to compile.
+    """
+    entries, faults = [], 0
+    for entry in compile_all([module for module in kernel_modules() if only in module.rpartition(".")[2]]):
+        entries.append(entry)
+        if text := fault(entry):
+            faults += 1
+            print(f"{entry['kernel']} on {entry['target']} with {entry['config']}: {text}", file=sys.stderr, flush=True)
     print(show(entries))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]\n")
-    faults = [(entry, fault(entry)) for entry in entries if fault(entry)]
-    for entry, text in faults:
-        print(f"{entry['kernel']} on {entry['target']} with {entry['config']}: {text}", file=sys.stderr)
+    if path or not only:
+        path = path or results_folder() / "kernels.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]\n")
+        print(f"\nwritten to {path}")
     if not entries:
         print("no kernel to compile in fastcollab.kernels", file=sys.stderr)
     return 1 if faults or not entries else 0

@@ -196,5 +196,5 @@ def test_the_command_hands_on_its_arguments(monkeypatch, tmp_path):
     assert command.main(["ops", "--quick", "--device", "cpu", "--only", "head", "--out", str(out)]) == 0
     assert command.main(["kernels", "--out", str(out)]) == 7
     assert command.main(["all", "--device", "cpu", "--out", str(out)]) == 0
-    assert calls == [("ops", out, True, "cpu", "head"), ("kernels", out), ("ops", out, False, "cpu", ""),
+    assert calls == [("ops", out, True, "cpu", "head"), ("kernels", out, ""), ("ops", out, False, "cpu", ""),
                      ("rollout", out, False, "cpu"), ("handoff", out, False, "cpu")]  # fmt: skip

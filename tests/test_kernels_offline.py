@@ -60,15 +60,17 @@ def test_amd_spills_of_both_kinds_count(scalar, vector):
 def test_run_writes_the_list_and_fails_for_a_fault(spills, tmp_path, monkeypatch, capsys):
     entry = {"kernel": "m.k", "target": "sm_90", "config": {"BLOCK": 64}}
     entry |= {"registers": 40, "spills": spills, "shared": 512, "binary_bytes": 6000}
-    monkeypatch.setattr(kernels, "compile_all", lambda targets: [entry])
+    monkeypatch.setattr(kernels, "compile_all", lambda modules: [entry])
     assert kernels.run(tmp_path / "new" / "kernels.json") == (1 if spills else 0)
     assert json.loads((tmp_path / "new" / "kernels.json").read_text()) == [entry]
     said = capsys.readouterr()
+    monkeypatch.setattr(kernels, "results_folder", lambda: tmp_path)
+    assert kernels.run(only="k") == (1 if spills else 0) and not (tmp_path / "kernels.json").exists()
     assert "m.k sm_90" in said.out and ("spills: got 8, need 0" in said.err) == bool(spills)
 
 
 def test_nothing_to_compile_is_a_failure(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels, "compile_all", lambda targets: [])
+    monkeypatch.setattr(kernels, "compile_all", lambda modules: [])
     assert kernels.run(tmp_path / "kernels.json") == 1
 
 
