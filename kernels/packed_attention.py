@@ -329,15 +329,10 @@ def _constants(
 
 OFFLINE = [  # dtype, query heads per kv head, Dk, Dv, window, softcap, sinks
     (torch.bfloat16, 2, 64, 64, 0, 0.0, False),
-    (torch.bfloat16, 4, 80, 80, 0, 0.0, False),
     (torch.bfloat16, 2, 128, 128, 0, 0.0, False),
     (torch.bfloat16, 8, 128, 128, 512, 30.0, True),
-    (torch.bfloat16, 16, 192, 128, 0, 0.0, False),
-    (torch.bfloat16, 2, 256, 256, 512, 30.0, False),
-    (torch.float32, 2, 64, 64, 0, 0.0, False),
     (torch.float32, 2, 128, 128, 0, 0.0, False),
     (torch.float32, 2, 128, 128, 512, 30.0, True),
-    (torch.float32, 2, 256, 256, 0, 0.0, False),
 ]
 
 

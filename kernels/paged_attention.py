@@ -332,15 +332,9 @@ TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"
 OFFLINE = [  # dtype, group, width of K, of V, window, soft cap, sinks
     (torch.bfloat16, 2, 128, 128, False, False, False),
     (torch.float32, 2, 128, 128, False, False, False),
-    (torch.bfloat16, 4, 80, 80, False, False, False),
     (torch.float32, 4, 80, 80, True, False, False),
-    (torch.bfloat16, 8, 64, 64, True, False, True),
-    (torch.float32, 1, 64, 64, False, False, False),
     (torch.bfloat16, 2, 256, 256, True, True, False),
-    (torch.float32, 2, 256, 256, False, True, True),
-    (torch.bfloat16, 16, 192, 128, False, False, False),
     (torch.bfloat16, 4, 128, 128, True, True, True),
-    (torch.float16, 1, 64, 64, False, False, False),
 ]
 
 

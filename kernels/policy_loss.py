@@ -189,7 +189,7 @@ def policy_loss_forward(
                 FORM=form, SEQUENCE=ratio == 1, WEIGHTED=per_sequence, DUAL=dual_clip > 0 and form == 0,
                 KL=0 if ref_logprob is None else kl, PENALTY=beta != 0, BLOCK=BLOCK, num_warps=NUM_WARPS,
             )  # fmt: skip
-        merge_kernel[(NUM_SUMS,)](partial, has_token, sums, blocks, S, BLOCK=BLOCK, num_warps=NUM_WARPS)
+        merge_kernel[(NUM_SUMS,)](partial, has_token, sums, blocks, S, BLOCK=BLOCK // 2, num_warps=NUM_WARPS)
     return sums, grad
 
 
@@ -203,6 +203,6 @@ def offline_cases(target: str) -> list[Case]:
     ]
     return [
         *segments.offline_cases(target),
-        case(merge_kernel, {"BLOCK": BLOCK}),
+        case(merge_kernel, {"BLOCK": BLOCK // 2}),
         *(case(policy_kernel, one | {"BLOCK": BLOCK}, types) for one in options),
     ]
