@@ -26,6 +26,7 @@ _OPERATORS = {"**": "^", r"\cdot": "*", r"\times": "*", r"\ast": "*", r"\div": "
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 _CALLS = {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil"}
 HALF = ("num", Fraction(1, 2))
+END = " "  # the token after the last
 
 
 class NotAFormula(ValueError):
@@ -38,7 +39,7 @@ def parse(text: str) -> tuple:
         raise NotAFormula("too long")
     parser = _Parser(_tokens(text))
     tree = parser.sum()
-    if parser.at < len(parser.tokens):
+    if parser.peek() != END:
         raise NotAFormula(f"unexpected {parser.peek()!r}")
     return tree
 
@@ -48,7 +49,8 @@ def number(text: str) -> Fraction:
     mantissa, _, exponent = text.lower().partition("e")
     if exponent and (len(exponent) > 5 or abs(int(exponent)) > MOST_BITS // 4):
         raise NotAFormula("too large")
-    return Fraction(mantissa) * Fraction(10) ** int(exponent or 0)
+    value = Fraction(int(text)) if text.isdigit() else Fraction(mantissa)
+    return value * Fraction(10) ** int(exponent) if exponent else value
 
 
 def _tokens(text: str) -> list[str]:
@@ -69,14 +71,14 @@ def _tokens(text: str) -> list[str]:
 
 class _Parser:
     def __init__(self, tokens: list[str]) -> None:
-        self.tokens, self.at, self.depth = tokens, 0, 0
+        self.tokens, self.at, self.depth = [*tokens, END], 0, 0
 
     def peek(self) -> str:
-        return self.tokens[self.at] if self.at < len(self.tokens) else " "
+        return self.tokens[self.at]
 
     def take(self, wanted: str = "") -> str:
         token = self.peek()
-        if token == " " or (wanted and token != wanted):
+        if token == END or (wanted and token != wanted):
             raise NotAFormula(f"got {token!r}, need {wanted or 'more'!r}")
         self.at += 1
         return token
