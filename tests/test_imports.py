@@ -15,6 +15,9 @@ ROOT = Path(__file__).parents[1]
 LAYERS = """
 config types
 tiny data tokens reference
+grading ballots
+labels exchange
+diagnostics
 kernels
 ops
 attention
