@@ -124,6 +124,10 @@ SAME = [
     ("5!", "120"), (r"\binom52", "10"), (r"\lfloor 3.7\rfloor", "3"), ("1F_{16}", "1f_16"), ("f(x)=x^2", "x^2"),
     ("AB=5", "5"), ("x_1", "x_{1}"), ("3:4", "3 : 4"), ("3x+", "3x +"), ("[a,b]", "[a, b]"), ("1;2", "2,1"),
     (r"\text{(2,3)}", "(2,3)"), (r"\frac12\%", "0.5"), ("∞", r"+\infty"), ("−3", "-3"), ("abc", "c*b*a"),
+    (r"\frac{90^\circ}{2}", "45"), (r"\sqrt{90^{\circ}}", r"\sqrt{90}"), (r"x\in[1,2]", "[1,2]"),
+    (r"x\in\mathbb{R}", r"\mathbb{R}"), (r"\left\{1\pm\sqrt{5},-2\right\}", r"1+\sqrt5,-2,1-\sqrt5"),
+    (r"2\mp1", "3,1"), (r"5\pmod 7", r"5 \pmod 7"), (r"\sqrt2\sqrt2/10^{13}", r"2\cdot10^{-13}"),
+    (r"3\mathrm{ or }4", "4,3"),
 ]  # fmt: skip
 DIFFERENT = [
     ("(1,000)", "1000"), ("1,1,2", "1,2"), ("x=2,y=1", "(1,2)"), ("0.33", "1/3"), ("1/3", "0." + "3" * 40),
@@ -149,7 +153,7 @@ def test_different(a, b):
 
 def test_an_absent_or_empty_answer_equals_nothing():
     """C48."""
-    for nothing in (None, "", "  ", r"\text{ }", "$$"):
+    for nothing in (None, "", "  ", r"\text{ }", "$$", r"\text{}\text{}"):
         assert not any(equal(nothing, other) or equal(other, nothing) for other in (nothing, None, "", "5"))
     assert key("") is None
     case = CASES["C48"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from fractions import Fraction
 from functools import lru_cache
 
@@ -31,6 +31,8 @@ _JOINED = re.compile(r"[\s,]*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])\s*")
 _OR = re.compile(r"(?<![a-zA-Z\\])or(?![a-zA-Z])|\\cup(?![a-zA-Z])")
 _LESS = re.compile(r"\\(?:leq?(?:slant)?|geq?(?:slant)?|lt|gt)(?![a-zA-Z])")
 _ORDER = re.compile(r"(<=|>=|<|>)")
+_SIGNS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
+_IN = re.compile(r"\\in(?![a-zA-Z])")
 _MATRIX = re.compile(r"\\begin\{([a-zA-Z]*matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}", re.S)
 _LETTER = re.compile(r"\(?([A-Za-z])\)?(?:[.:)]?|[.:)] .*)", re.S)
 _AMOUNT = re.compile(r"([+-]?[\d.,]*\d)(?: [a-zA-Z .]*)?")
@@ -69,7 +71,7 @@ def _key(answer: str, kind: str) -> Hashable:
     if kind == "number" and (amount := _AMOUNT.fullmatch(unwrap(text))):
         text = amount[1]
     try:
-        return _read(text, top=True) if text else None
+        return _read(text, top=True) if unwrap(text) else None
     except NotAFormula:
         return ("raw", re.sub(r"\s*(\W)\s*", r"\1", unwrap(text)))
 
@@ -221,7 +223,7 @@ def _union(parts: list[tuple]) -> tuple:
 
 def _collection(text: str) -> tuple | None:
     if text.startswith(r"\{") and text.endswith(r"\}") and closes_last(text[1:]):
-        return _set(map(_read, split(text[2:-2])))
+        return _set(split(text[2:-2]))
     if text.startswith(r"\langle") and text.endswith(r"\rangle"):
         return ("tuple", *map(_read, split(text[7:-7])))
     if text[:1] in "([" and closes_last(text):
@@ -233,16 +235,19 @@ def _collection(text: str) -> tuple | None:
         names = {left.strip() for left, _, _ in sides}
         if len(names) == len(parts) and all(map(_SYMBOL.fullmatch, names)) and all(sign for _, sign, _ in sides):
             return ("tuple", *(_read(right.strip()) for _, _, right in sorted(sides)))  # x = 1, y = 2
-        signed = [_read(part) for part in parts if r"\pm" in part]
-        return _set([_read(part) for part in parts if r"\pm" not in part] + [k for s in signed for k in s[1:]])
-    if (r"\pm" in text or r"\mp" in text) and "=" not in text:
-        swapped = {r"\pm": "-", r"\mp": "+"}
-        minus = re.sub(r"\\[pm][mp]", lambda m: swapped.get(m[0], m[0]), text)
-        return _set([_read(text.replace(r"\pm", "+").replace(r"\mp", "-").strip()), _read(minus.strip())])
+        return _set(parts)
+    if _SIGNS.search(text) and "=" not in text:
+        signs = {"p": "+", "m": "-"}  # of \pm and \mp: the first letter's, then the second's
+        return _set([_SIGNS.sub(lambda m, k=k: signs[m[0][k]], text).strip() for k in (1, 2)])
     return None
 
 
-def _set(keys: Iterable[tuple]) -> tuple:
+def _set(parts: list[str]) -> tuple:
+    r"""The members in the order of their keys; both values of a member with \pm are members."""
+    keys: list[tuple] = []
+    for part in parts:
+        found = _read(part)
+        keys += found[1:] if _SIGNS.search(part) and found[0] == "set" else [found]
     return ("set", *sorted(keys, key=repr))
 
 
@@ -255,9 +260,9 @@ def _matrix(text: str) -> tuple | None:
 
 
 def _equation(text: str) -> tuple | None:
-    name, member, rest = text.partition(r"\in ")
-    if member and _SYMBOL.fullmatch(name.strip()) and r"\in " not in rest:
-        return _read(rest.strip())
+    member = _IN.split(text)
+    if len(member) == 2 and _SYMBOL.fullmatch(member[0].strip()):
+        return _read(member[1].strip())
     sides = [side.strip() for side in text.split("=")]
     if len(sides) == 1:
         return None

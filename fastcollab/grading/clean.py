@@ -12,12 +12,12 @@ _PLAIN_RE = re.compile("|".join(re.escape(k) + "(?![a-zA-Z])" * (k[0] == "\\" an
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\[,;:!])(?=\d{3}(?!\d))")
 _NOTHING = re.compile(
     r"\\!|\\(?:left|right|displaystyle|limits|[bB]igg?[lr]?)(?![a-zA-Z])|(?<!\\)\\[()\[\]%$]|[$%€£¥]"
-    r"|\^?\{?\\(?:circ|degree)(?![a-zA-Z])\}?(?:\s*[CF](?![a-zA-Z]))?"
+    r"|(?:\^\{\s*\\circ\s*\}|\^?\s*\\(?:circ|degree)(?![a-zA-Z]))(?:\s*[CF](?![a-zA-Z]))?"
 )
 _SPACE = re.compile(r"(?<!\\)\\[,;:> ]|\\q?quad(?![a-zA-Z])|~|\\hspace\{[^{}]*\}")
 _WRAP = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}"
 _WRAPPER = re.compile(_WRAP)
-_JOIN = re.compile(r"\\text\s*\{\s*,?\s*(and|or)\s*\}")
+_JOIN = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{\s*,?\s*(and|or)\s*\}")
 _KNOWN = (
     "cm mm km kg mg lbs? oz ft in inch(?:es)? feet foot yards? miles? mph met(?:er|re)s? grams? lit(?:er|re)s? hours? "
     "hrs? min(?:ute)?s? sec(?:ond)?s? days? weeks? months? years? dollars? cents? percent degrees? rad(?:ian)?s? "

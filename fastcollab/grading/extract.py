@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fastcollab.grading.clean import clean
+from fastcollab.grading.clean import clean, unwrap
 
 WINDOW = 100_000  # characters at the end of a response that are searched
 _MARK = re.compile(r"(?P<box>(?:\\boxed|\\fbox)(?![a-zA-Z])|(?<![\\a-zA-Z])boxed(?= *\{))|\\.|[{}]", re.S)
@@ -37,6 +37,6 @@ def extract(text: str) -> str | None:
         elif sign == "}" and opened and (start := opened.pop()) is not None:
             boxes.append((start, text[start:at]))
     for _, content in sorted(boxes, reverse=True):
-        if content.strip() and clean(content[:1000]):
+        if unwrap(clean(content[:1000])):
             return content.strip()
     return None

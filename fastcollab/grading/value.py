@@ -211,13 +211,13 @@ def _call(function: str, parts: list, mp: Any) -> Any:
 
 
 def _fraction(v: Any) -> Fraction | None:
-    """The fraction of small height that a value is to 45 digits."""
+    """The fraction of small height that a value is to 60 digits."""
     if v.imag or abs(v.real) > 10**15:
         return None
     sign, mantissa, exponent, _ = v.real._mpf_
     exactly = Fraction(int(mantissa) * (-1) ** sign) * Fraction(2) ** exponent
-    near = exactly.limit_denominator(10**9)
-    return near if abs(exactly - near) <= Fraction(1, 10**45) * max(1, abs(near)) else None
+    near = exactly.limit_denominator(10**15)
+    return near if abs(exactly - near) <= Fraction(1, 10**60) * max(1, abs(near)) else None
 
 
 def _digits(v: Any) -> str:
