@@ -71,18 +71,26 @@ def _key(answer: str, kind: str) -> Hashable:
     if kind == "number" and (amount := _AMOUNT.fullmatch(unwrap(text))):
         text = amount[1]
     try:
-        return _read(text, top=True) if unwrap(text) else None
+        return _read(text) if unwrap(text) else None
     except NotAFormula:
         return ("raw", re.sub(r"\s*(\W)\s*", r"\1", unwrap(text)))
 
 
-def _read(text: str, top: bool = False) -> tuple:
+def _read(text: str) -> tuple:
     """The key of a cleaned answer, or of one member of it. Raises :class:`NotAFormula`."""
-    if (plain := _plain(text, top)) is not None:
+    if (plain := _plain(text)) is not None:
         return plain
     before = before_unit(text)
     if before is not None and _is_constant(before):
-        return _plain(before, top) or value_key(parse(before))
+        return _plain(before) or value_key(parse(before))
+    name, _, rest = text.partition("=")
+    if (
+        rest
+        and "," in rest
+        and _SYMBOL.fullmatch(unwrap(name))
+        and (plain := _plain(before_unit(rest) or rest.strip()))
+    ):
+        return plain  # x = 1,000 is no list
     if text[:1] in r"([\{" and _depth(text) > DEEPEST:
         raise NotAFormula("too deep")
     name = unwrap(text).replace(" ", "")
@@ -113,13 +121,13 @@ def _is_constant(text: str) -> bool:
     try:
         return not has_symbols(parse(text))
     except NotAFormula:
-        return bool(_plain(text, top=True))
+        return bool(_plain(text))
 
 
-def _plain(text: str, top: bool) -> tuple | None:
-    """A number in figures; with thousands in groups of three outside brackets only, where commas separate members."""
+def _plain(text: str) -> tuple | None:
+    """A number in figures, thousands in groups of three. (A member of a list or tuple has no comma left.)"""
     found = _NUMBER.fullmatch(text)
-    if found and text[-1:].isdigit() and (top or not found[2]):
+    if found and text[-1:].isdigit():
         return _number(number(text.replace(",", "").lstrip("+-")), found[1])
     if found := _MIXED.fullmatch(text):
         sign, whole, p, q = found.groups()
