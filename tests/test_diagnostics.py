@@ -198,6 +198,16 @@ def test_no_alarm_before_the_threshold(case):
     assert not any(found) and not alarms.paused("a")
 
 
+def test_the_start_is_remembered():
+    alarms = Alarms(["a"])
+    found = [bool(alarms.look({"a/completions/mean_length": 100 * 0.98**k})) for k in range(90)]
+    start, mean = (
+        np.mean(0.98 ** np.arange(5)),
+        np.mean(0.98 ** np.arange(-4, 1)),
+    )  # the last five of step k: mean * .98^k
+    assert found.index(True) == math.ceil(math.log(0.3 * start / mean) / math.log(0.98))
+
+
 def test_alarms_pass_over_what_is_absent_and_go_on_after_a_load():
     alarms = Alarms(["a", "b"])
     for _ in range(SMOOTH):

@@ -83,14 +83,9 @@ def _read(text: str) -> tuple:
     before = before_unit(text)
     if before is not None and _is_constant(before):
         return _plain(before) or value_key(parse(before))
-    name, _, rest = text.partition("=")
-    if (
-        rest
-        and "," in rest
-        and _SYMBOL.fullmatch(unwrap(name))
-        and (plain := _plain(before_unit(rest) or rest.strip()))
-    ):
-        return plain  # x = 1,000 is no list
+    name, rest = map(str.strip, text.split("=", 1)) if "=" in text else ("", "")
+    if _SYMBOL.fullmatch(unwrap(name)) and (plain := _plain(before_unit(rest) or rest)) is not None:
+        return plain  # before lists: x = 1,000 is none
     if text[:1] in r"([\{" and _depth(text) > DEEPEST:
         raise NotAFormula("too deep")
     name = unwrap(text).replace(" ", "")
