@@ -60,7 +60,7 @@ def key(answer: str, kind: str = "math") -> Hashable:
     return _key(answer, kind)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=16384)
 def _key(answer: str, kind: str) -> Hashable:
     text = clean(answer)
     if kind == "text":

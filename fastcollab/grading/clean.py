@@ -24,7 +24,7 @@ _KNOWN = (
     "units? square cubic sq people ways points times per"
 ).replace(" ", "|")
 _UNIT = re.compile(
-    rf"\s*(?:{_WRAP}|(?<![a-zA-Z\\])(?:(?:{_KNOWN})(?![a-zA-Z])[ ./]*)+)\s*(?:\^\s*(?:\{{-?\d\}}|-?\d))?$", re.I
+    rf"\s*(?:{_WRAP}|(?<![a-zA-Z\\])(?:(?:{_KNOWN})(?![a-zA-Z])[ ./]*){{1,6}})\s*(?:\^\s*(?:\{{-?\d\}}|-?\d))?$", re.I
 )
 
 
