@@ -87,7 +87,7 @@ def poisoned():
         ((4, 2, 12, 12), torch.float32, {}),
         ((2, 1, 5, 24), torch.float32, {"window": 7}),
         ((1, 1, 16, 16), torch.float32, {"window": 18, "softcap": 1.5, "sinks": True}),
-        ((2, 1, 24, 8), torch.bfloat16, {"softcap": 2.0}),
+        ((2, 1, 16, 8), torch.bfloat16, {"softcap": 2.0}),
         ((1, 1, 16, 16), torch.bfloat16, {"sinks": True}),
         ((1, 1, 20, 20), torch.float16, {"window": 1}),
     ],
