@@ -69,7 +69,8 @@ FC_CLONES void differentiate(const Head& head, const LogitsTile& t, const RowGra
     float* dz = t.z + i * t.stride;
     const int64_t hit = r.target - t.first;
     const bool inside = hit >= 0 && hit < t.cols;
-    const float bend = inside ? 1 - (x[hit] * slope) * (x[hit] * slope) : 0.0f;
+    // without a soft cap x may be -inf, and -inf times a slope of 0 NaN
+    const float bend = inside && slope > 0 ? 1 - (x[hit] * slope) * (x[hit] * slope) : 1.0f;
     const float high = static_cast<float>(r.lse), low = static_cast<float>(r.lse - high);
     const float g = r.g_logprob, ge = r.g_entropy, entropy = r.entropy;
     for (int64_t v = 0; v < t.cols; v += kStep) {
