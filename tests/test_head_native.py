@@ -73,6 +73,22 @@ def test_as_exact_as_plain_torch(shape, dtypes, settings):
         within(*triple)
 
 
+@pytest.mark.parametrize("dtypes", list(itertools.product((F32, BF16), repeat=2)), ids=str)
+@pytest.mark.parametrize(("N", "V"), [(64, 1), (64, 2000), (64, 2049), (600, 600)])
+def test_few_confident_rows_get_the_forward_passes_products(N, V, dtypes):
+    """Rounded otherwise, as at another number of rows, a logit is an ulp off and e^(x - lse) no longer 1."""
+    g = torch.Generator().manual_seed(0)
+    weight, target = torch.randn(V, 1024, generator=g) / 32, torch.randint(0, V, (N,), generator=g)
+    h = 40 * weight[target] + 0.1 * torch.randn(N, 1024, generator=g)
+    h, weight = h.to(dtypes[0]).requires_grad_(), weight.to(dtypes[1]).requires_grad_()
+    for active in (1, 3, 30, N - 1):
+        upstream = (torch.arange(N) < active).float()
+        for rows in (N, active):
+            logprob, _ = linear_logprob(h[:rows], weight, None, target[:rows])
+            grads = torch.autograd.grad(logprob, (h, weight), upstream[:rows])
+            assert all(x.abs().max() < 1e-10 for x in grads), (active, rows)
+
+
 def test_bias_in_bf16_and_forbidden_tokens():
     h, weight, bias, target = make(V=100)
     bias = torch.where(torch.arange(100) % 3 == 1, -torch.inf, bias.detach().bfloat16())
@@ -414,8 +430,11 @@ def test_c14_forbidden_tokens():
     close(logp, [float(x) for x in case["expected"]["logp"]])
     close(ent, [case["expected"]["entropy"]] * 4)
     close(torch.autograd.grad(ent[0], logits, retain_graph=True)[0], case["expected"]["dentropy_dlogits"])
-    (grad,) = torch.autograd.grad(logp[0], logits)
+    (grad,) = torch.autograd.grad(logp[0], logits, retain_graph=True)
     assert grad.isfinite().all() and (grad[logits == -torch.inf] == 0).all()
+    banned = logits.detach() == -torch.inf  # as a target too: one-hot minus probabilities
+    (grad,) = torch.autograd.grad(logp[banned].sum(), logits)
+    close(grad, (banned.float() - banned.sum() * logits.detach().softmax(0)).tolist())
 
 
 def test_c18_per_token_upstream_and_bias():

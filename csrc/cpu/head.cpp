@@ -1,5 +1,6 @@
 #include "cpu/head.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "cpu/simd.h"
@@ -40,11 +41,12 @@ Table Table::columns(int64_t first, int64_t n) const { return {element(data, typ
 
 Table Table::from_row(int64_t first) const { return {element(data, type, first * stride), type, cols, stride}; }
 
-Matrix Table::rows(int64_t first, int64_t n, float* scratch) const {
+Matrix Table::rows(int64_t first, int64_t n, int64_t padded, float* scratch) const {
   const void* from = element(data, type, first * stride);
-  if (is_wide()) return {static_cast<const float*>(from), n, cols, stride, 1};
+  if (is_wide() && padded == n) return {static_cast<const float*>(from), n, cols, stride, 1};
   for (int64_t i = 0; i < n; ++i) widen_row(element(from, type, i * stride), type, cols, scratch + i * cols);
-  return {scratch, n, cols, cols, 1};
+  std::fill_n(scratch + n * cols, (padded - n) * cols, 0.0f);
+  return {scratch, padded, cols, cols, 1};
 }
 
 void Table::gather(const int64_t* index, int64_t n, float* out) const {

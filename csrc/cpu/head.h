@@ -4,10 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
-#include <memory>
-#include <new>
 
 #include "common/types.h"
+#include "cpu/scratch.h"
 
 namespace fc {
 
@@ -23,6 +22,10 @@ struct Matrix {
 // computes may depend on the shapes alone.
 using Gemm = std::function<void(const Matrix& a, const Matrix& b, float* c, int64_t c_stride)>;
 
+// Rows of a product of which each should have the bits that it has in any other block: torch's products round a row by
+// the number of all, in classes, and multiples of 16 are in one.
+inline int64_t whole_rows(int64_t n) { return (n + 15) / 16 * 16; }
+
 // [0, total) in parts of at most `limit` (a multiple of `unit`), as equal as multiples of `unit` can be.
 struct Cut {
   int64_t total, size, parts;
@@ -34,16 +37,6 @@ struct Cut {
   int64_t begin(int64_t i) const { return i * size; }
   int64_t length(int64_t i) const { return std::min(size, total - i * size); }
 };
-
-// Floats that begin a cache line.
-struct FreeFloats {
-  static constexpr std::align_val_t kAlign{64};
-  void operator()(float* p) const { ::operator delete[](p, kAlign); }
-};
-using Floats = std::unique_ptr<float[], FreeFloats>;
-inline Floats uninitialised(int64_t n) {
-  return Floats(static_cast<float*>(::operator new[](n * sizeof(float), FreeFloats::kAlign)));
-}
 
 // How far apart rows of n floats lie in a buffer: whole vectors, but not 2^k floats, since products walk down columns
 // and these would meet in one cache set.
@@ -62,7 +55,9 @@ struct Table {
   Table columns(int64_t first, int64_t n) const;
   Table from_row(int64_t first) const;
   // Rows [first, first + n) as fp32: where they lie, or widened into scratch [n, cols].
-  Matrix rows(int64_t first, int64_t n, float* scratch) const;
+  Matrix rows(int64_t first, int64_t n, float* scratch) const { return rows(first, n, n, scratch); }
+  // The same, then rows of zeros up to `padded` in all, which are made in scratch [padded, cols].
+  Matrix rows(int64_t first, int64_t n, int64_t padded, float* scratch) const;
   // Row index[i] as fp32 into out[i], for n rows of cols each.
   void gather(const int64_t* index, int64_t n, float* out) const;
 };

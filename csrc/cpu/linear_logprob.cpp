@@ -31,7 +31,7 @@ Cut vocabulary(const Head& head) {
 struct Widened {
   Floats h, weight;
   Widened(const Head& head, int64_t rows, int64_t vocab)
-      : h(uninitialised(head.h.is_wide() ? 0 : rows * head.D)),
+      : h(uninitialised(head.h.is_wide() && head.N == whole_rows(head.N) ? 0 : rows * head.D)),
         weight(uninitialised(head.weight.is_wide() ? 0 : vocab * head.D)) {}
 };
 
@@ -77,7 +77,7 @@ void score_group(const Head& head, const int64_t* target, const int64_t* second,
       const Matrix w = head.weight.rows(v, tiles.length(tile), widened.weight.get());
       for (int64_t b = shares.begin(share); b < shares.begin(share) + shares.length(share); ++b) {
         const int64_t first = blocks.begin(b), rows = blocks.length(b);
-        const Matrix h = head.h.rows(first, rows, widened.h.get());
+        const Matrix h = head.h.rows(first, rows, whole_rows(rows), widened.h.get());
         const LogitsTile t{v, rows, w.rows, logits ? logits + first * logits_stride + v : own.get(),
                            logits ? logits_stride : row_stride(tiles.size)};
         gemm(h, w.transposed(), t.z, t.stride);
@@ -117,7 +117,7 @@ std::vector<int64_t> active_rows(const Upstream& u, int64_t n) {
   return rows;
 }
 
-// dz [rows, tile] of some rows: their logits again, then their gradients in place.
+// dz [rows, tile] of some rows: their logits again, then their gradients in place. h and dz have room for whole_rows.
 void recompute(const Head& head, const Matrix& h, const RowGradient* row, int64_t v, int64_t cols, float* dz,
                int64_t stride, const Pool& pool, const Gemm& gemm) {
   const Cut tiles(cols, 512), blocks(h.rows, kBlock);
@@ -126,9 +126,9 @@ void recompute(const Head& head, const Matrix& h, const RowGradient* row, int64_
     for (int64_t task = next(); task >= 0; task = next()) {
       const int64_t tile = task / blocks.parts, first = blocks.begin(task % blocks.parts), begin = tiles.begin(tile);
       const Matrix w = head.weight.rows(v + begin, tiles.length(tile), widened.get());
-      const Matrix part = h.part(first, blocks.length(task % blocks.parts));
-      const LogitsTile t{v + begin, part.rows, w.rows, dz + first * stride + begin, stride};
-      gemm(part, w.transposed(), t.z, t.stride);
+      const int64_t rows = blocks.length(task % blocks.parts);
+      const LogitsTile t{v + begin, rows, w.rows, dz + first * stride + begin, stride};
+      gemm(h.part(first, whole_rows(rows)), w.transposed(), t.z, t.stride);
       to_logits(head, t, false, false, nullptr, 0);
       to_gradient(head, t, row + first, nullptr);
     }
@@ -168,10 +168,11 @@ void linear_logprob_backward(const Head& head, const Upstream& u, const HeadGrad
     const bool both = u.g_entropy;
     row.push_back({u.lse[r], both ? u.entropy[r] : 0, u.g_logprob[r], both ? u.g_entropy[r] : 0, u.target[r]});
   }
-  const bool all = K == head.N;
-  const bool in_place = all && head.h.is_wide();
-  const Floats copy = uninitialised(in_place ? 0 : K * D), dh_copy = uninitialised(in_place || !out.dh ? 0 : K * D);
+  const int64_t whole = whole_rows(K);
+  const bool in_place = K == head.N && K == whole && head.h.is_wide();
+  const Floats copy = uninitialised(in_place ? 0 : whole * D), dh_copy = uninitialised(in_place || !out.dh ? 0 : K * D);
   if (!in_place) head.h.gather(rows.data(), K, copy.get());
+  if (!in_place) std::fill_n(copy.get() + K * D, (whole - K) * D, 0.0f);
   const Matrix h = in_place ? head.h.rows(0, K, nullptr) : Matrix{copy.get(), K, D, D, 1};
   float* dh = !out.dh ? nullptr : in_place ? static_cast<float*>(out.dh) : dh_copy.get();
 

@@ -19,7 +19,8 @@ struct Scores {
 };
 
 // Writes all scores asked for; `second` may be null. Where `logits` is given it becomes x [N, V], rows logits_stride
-// apart, at least V rounded up to whole vectors. A row without a finite log-sum-exp has it in `lse` and no use.
+// apart, at least V rounded up to whole vectors, with room for whole_rows(N) of them. A row without a finite
+// log-sum-exp has it in `lse` and no use.
 void score(const Head& head, const int64_t* target, const int64_t* second, const Scores& scores, float* logits,
            int64_t logits_stride, const Pool& pool, const Gemm& gemm);
 

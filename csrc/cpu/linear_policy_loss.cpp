@@ -83,7 +83,7 @@ void linear_policy_loss(const LinearPolicyLoss& a, const HeadGradient& out, doub
   const int64_t D = a.head.D, V = a.head.V, stride = row_stride(V);
   const Cut tiles(kept.size(), std::max<int64_t>(16, kLogits / stride / 16 * 16));
   const bool dw_wide = a.head.weight.is_wide();
-  const Floats logits = uninitialised(std::min(tiles.size, kept.size()) * stride);
+  const Floats logits = uninitialised(std::min(tiles.size, whole_rows(kept.size())) * stride);
   const Floats h = uninitialised(tiles.size * D), dh = uninitialised(out.dh ? tiles.size * D : 0);
   const Floats dw_copy = uninitialised(out.dw && !dw_wide ? V * D : 0);
   float* dw = !out.dw ? nullptr : dw_wide ? static_cast<float*>(out.dw) : dw_copy.get();

@@ -5,13 +5,12 @@
 #include "cpu/paged_attention.h"
 
 #include <algorithm>
-#include <memory>
-#include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "cpu/attention_tile.h"
+#include "cpu/scratch.h"
 
 namespace fc {
 namespace {
@@ -25,15 +24,14 @@ struct Task {
 
 // One worker's buffers, reused by all of its tasks.
 struct Scratch {
-  std::unique_ptr<float[], void (*)(float*)> memory;
+  Floats memory;
   float *q, *rows, *score, *acc, *top, *mass, *zero;
 
-  Scratch(const PagedAttention& a, int64_t queries)
-      : memory(nullptr, [](float* p) { ::operator delete[](p, kAlign); }) {
+  Scratch(const PagedAttention& a, int64_t queries) {
     const int64_t dk = round_up(a.Dk, 16), dv = round_up(a.Dv, 16), n = round_up(queries, 16),
                   widest = std::max(dk, dv);
     const int64_t size = n * (dk + kTile + dv + 2) + (kChunk + 1) * widest;
-    memory.reset(static_cast<float*>(::operator new[](size * sizeof(float), kAlign)));
+    memory = uninitialised(size);
     q = memory.get();
     rows = q + n * dk;
     score = rows + kChunk * widest;
@@ -43,7 +41,6 @@ struct Scratch {
     mass = top + n;
     std::fill_n(zero, widest, 0.0f);
   }
-  static constexpr std::align_val_t kAlign{64};
 };
 
 // Head of query i (tokens x heads of the group) of the task's h-th kv head, and the row of q and out it is.
