@@ -72,6 +72,38 @@ def test_rows_without_gradient_are_skipped(small_chunks):
     assert all((g == 0).all() for g in nothing)
 
 
+@pytest.mark.parametrize("V", [1, 2000])
+def test_few_confident_rows_get_the_forward_passes_products(V):
+    """Rounded otherwise, as at another number of rows, a logit is an ulp off and e^(x - lse) no longer 1."""
+    g = torch.Generator().manual_seed(0)
+    weight, target = torch.randn(V, 1024, generator=g) / 32, torch.randint(0, V, (64,), generator=g)
+    h = 40 * weight[target] + 0.1 * torch.randn(64, 1024, generator=g)
+    for active in (1, 3, 30):
+        upstream = (torch.arange(64) < active).float()
+        for rows in (64, active):
+            leaves = [x.clone().requires_grad_() for x in (h[:rows], weight)]
+            logprob, _ = linear_logprob(*leaves, None, target[:rows])
+            grads = torch.autograd.grad(logprob, leaves, upstream[:rows])
+            assert all(x.abs().max() < 1e-10 for x in grads), (active, rows)
+
+
+def test_autocast_changes_nothing():
+    h, w, b, target = inputs(20, 64, 50, torch.float32)
+    outside = linear_logprob(h, w, b, target, entropy=True)
+    ones, leaves = [torch.ones(20)] * 2, (h, w, b)
+    want = [*outside, *torch.autograd.grad(outside, leaves, ones), *head.linear_scores(*leaves, target)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = linear_logprob(h, w, b, target, entropy=True)
+        got = [*inside, *torch.autograd.grad(inside, leaves, ones), *head.linear_scores(*leaves, target)]
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True) if x is not None)
+
+
+def test_a_second_derivative_is_refused():
+    h, w, b, target = inputs()
+    with pytest.raises(ValueError, match="create_graph: got True, need False"):
+        torch.autograd.grad(linear_logprob(h, w, b, target)[0].sum(), h, create_graph=True)
+
+
 def test_low_precision_is_as_good_as_the_input(small_chunks):
     h, w, b, target = inputs(dtype=torch.bfloat16)
     got, ent = linear_logprob(h, w, b, target, entropy=True)
@@ -169,8 +201,12 @@ def test_c14_forbidden_tokens():
     torch.testing.assert_close(ent, torch.full((4,), case["expected"]["entropy"]), atol=case["tolerance"], rtol=0)
     (grad,) = torch.autograd.grad(ent[0], logits, retain_graph=True)
     torch.testing.assert_close(grad, torch.tensor(case["expected"]["dentropy_dlogits"]), atol=case["tolerance"], rtol=0)
-    (grad,) = torch.autograd.grad(logp[0], logits)
+    (grad,) = torch.autograd.grad(logp[0], logits, retain_graph=True)
     assert grad.isfinite().all() and (grad[logits == -torch.inf] == 0).all()
+    banned = logits.detach() == -torch.inf  # as a target too: one-hot minus probabilities
+    (grad,) = torch.autograd.grad(logp[banned].sum(), logits)
+    want = banned.float() - banned.sum() * logits.detach().softmax(0)
+    torch.testing.assert_close(grad, want, atol=case["tolerance"], rtol=0)
     record = [x if x > -torch.inf else None for x in logp.tolist()]
     read = json.loads(json.dumps(record, allow_nan=False))
     assert [-torch.inf if x is None else x for x in read] == logp.tolist()

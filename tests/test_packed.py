@@ -181,6 +181,13 @@ def test_padding_stays_small_in_few_calls():
     assert len(buckets) <= 6
 
 
+def test_a_second_derivative_is_refused():
+    q, k, v = tensors(6, 2, 1, 4, 4, torch.float32)
+    out = packed_attention(q, k, v, segments_of((0, 6, 0, 0)), SCALE)
+    with pytest.raises(ValueError, match="create_graph: got True, need False"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
 def test_indices_are_made_once():
     segments = segments_of(*MIXED)
     q, k, v = tensors(27, 4, 2, 5, 5)

@@ -15,13 +15,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastcollab.config import require
 from fastcollab.reference.losses import Metrics, check_shapes, policy_loss
 
 _CHUNK_BYTES = 64 << 20  # one chunk of logits
+_ROWS = 16  # torch's products of 16, 32, ... rows give a row the same bits, those of fewer do not
 _TILE_BYTES = 16 << 20  # one fp32 copy of a part of a 16-bit weight
 
 
@@ -125,7 +126,8 @@ def check_ids(name: str, ids: Tensor, V: int) -> None:
 
 
 def _step(weight: Tensor, dtype: torch.dtype) -> int:
-    return max(1, _CHUNK_BYTES // (len(weight) * dtype.itemsize))
+    step = _CHUNK_BYTES // (len(weight) * dtype.itemsize)
+    return step // _ROWS * _ROWS or max(1, step)
 
 
 def _tiles(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
@@ -137,9 +139,12 @@ def _tiles(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]
 
 
 def _logits(h: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None) -> Tensor:
-    z = h.new_empty(h.shape[0], weight.shape[0])
+    N = len(h)
+    h = F.pad(h, (0, 0, 0, -N % _ROWS))
+    z = h.new_empty(len(h), weight.shape[0])
     for v, w in _tiles(weight, z.dtype):
-        z[:, v] = h @ w.T
+        torch.mm(h, w.T, out=z[:, v])  # with out= also under autocast in z's dtype
+    z = z[:N]
     if bias is not None:
         z += bias
     if softcap is not None:
@@ -169,8 +174,8 @@ class _LinearLogprob(torch.autograd.Function):
         return logprob, ent if entropy else None
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, g_logprob, g_entropy):
+        require(not torch.is_grad_enabled(), "create_graph", True, "False: the gradient's own gradient is not known")
         h, weight, bias, target, lse, ent = ctx.saved_tensors
         dtype, (need_h, need_w, need_b) = lse.dtype, ctx.needs_input_grad[:3]
         dh = torch.zeros_like(h) if need_h else None

@@ -311,8 +311,8 @@ class _Merged(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor):
+        require(not torch.is_grad_enabled(), "create_graph", True, "False: the gradient's own gradient is not known")
         q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         grad = grad.contiguous()
