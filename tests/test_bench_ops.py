@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,8 +70,50 @@ def test_the_bench_does_not_speak_while_wrong(monkeypatch):
     monkeypatch.setattr(operators, "linear_logprob", lambda *args: (right(*args)[0] + 1e-2, None))
     forward = problems("linear_logprob")[0]
     monkeypatch.setattr(harness, "interleave", lambda *args: pytest.fail("timed"))
-    with pytest.raises(RuntimeError, match="fastcollab: got an error of .* in linear_logprob forward, N=.* <= 0.0001"):
+    with pytest.raises(RuntimeError, match="fastcollab: got an error of .* in linear_logprob forward, N=.* <= 1e-05"):
         ops.measure(forward, FLOORS, CPU, 0.0)
+
+
+def test_ours_is_exact_with_16_bit_weights_and_a_peer_need_not_be(monkeypatch):
+    right, off = operators.linear_logprob, 1 + 2e-5
+    monkeypatch.setattr(operators, "linear_logprob", lambda *args: (off * right(*args)[0], None))
+    with pytest.raises(RuntimeError, match="fastcollab: got an error of 2e-05 .*bfloat16, need <= 1e-05"):
+        ops.check(problems("linear_logprob", dtype=torch.bfloat16)[0])
+    monkeypatch.setattr(operators, "linear_logprob", right)
+    forward = problems("linear_logprob", dtype=torch.bfloat16)[0]
+    errors = ops.check(forward)
+    assert errors["fastcollab"] < 1e-5 < errors["eager"] < 5e-2
+
+
+def test_a_peer_far_too_slow_is_called_once(monkeypatch):
+    now, called, missing = 0.0, [], {"x": "not installed"}
+
+    def problem(seconds, answer=1.0):
+        """Variants that take the seconds of their first call, and later those of the others."""
+
+        def call(name):
+            nonlocal now
+            called.append(name)
+            now += seconds[name][0 if called.count(name) == 1 else -1]
+            return torch.full((1,), answer)
+
+        calls = {name: partial(call, name) for name in seconds}
+        return op_cases.Problem(op_cases.CASES[0], "forward", 1.0, 1.0, lambda: [torch.ones(1)], calls, missing)
+
+    monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=lambda: now, process_time=lambda: now))
+    seconds = {"fastcollab": [5], "fastcollab, unshared": [40], "near": [12], "far": [41.2], "torch.compile": [300, 6],
+               "CCE": [90, 20], "Liger": [12]}  # fmt: skip
+    result = ops.measure(problem(seconds), FLOORS, CPU, most_s=0.0)
+    assert result["absent"] == missing | {"far": "41.2 s at its one call, 8.2 x ours: not timed again",
+                                          "CCE": "20.0 s at its one call, 4.0 x ours: not timed again"}  # fmt: skip
+    assert missing == {"x": "not installed"}  # shared with the next phase
+    assert list(result["variants"]) == [name for name in seconds if name not in ("far", "CCE")]
+    counts = {name: called.count(name) for name in seconds}  # 1 check, 1 for memory, 2 rounds
+    assert counts == dict.fromkeys(seconds, 4) | {"far": 1, "CCE": 2, "torch.compile": 5}
+    assert "far: 41.2 s" in ops.show(result)
+    assert len(ops.measure(problem({"fastcollab": [2], "far": [9.9]}), FLOORS, CPU, 0.0)["variants"]) == 2
+    with pytest.raises(RuntimeError, match="far: got an error"):
+        ops.check(problem({"far": [100]}, answer=0.0))
 
 
 @pytest.mark.parametrize(("op", "name", "output"), [
