@@ -123,8 +123,8 @@ from fastcollab.losses import policy_loss
 from fastcollab import engine, ops
 lengths, token = json.loads(sys.argv[1])
 ids = torch.tensor([i for i, n in enumerate(lengths) for _ in range(n)])
-value = torch.tensor([0.1 * (i + 1) + 0.01 * t for i, n in enumerate(lengths) for t in range(n)], dtype=torch.float64)
-ones = torch.ones(len(lengths), dtype=torch.float64)
+value = torch.tensor([0.1 * (i + 1) + 0.01 * t for i, n in enumerate(lengths) for t in range(n)])
+ones = torch.ones(len(lengths))  # fp32: fp64 is always the reference's
 loss, _ = policy_loss(-value, -value, ones, ids >= 0, ids, form="reinforce", aggregation="token-mean")
 print(json.dumps([float(loss), ops.impl_report()["native"], engine.NATIVE_ABSENT, ops.impl_report()["triton"]]))
 """
@@ -148,7 +148,7 @@ def test_c57_a_loss_wherever_it_is_installed(environment, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
     assert done.returncode == 0, done.stderr
     loss, native, scheduler, triton = json.loads(done.stdout)
-    assert loss == pytest.approx(case["expected"]["result"], abs=1e-9)
+    assert loss == pytest.approx(case["expected"]["result"], abs=1e-7)
     if environment == "no extension":
         said = [line for line in done.stderr.splitlines() if "UserWarning: fastcollab" in line]
         assert native and scheduler and len(said) == 1 and "in plain torch and Python" in said[0] and native in said[0]
