@@ -1,14 +1,18 @@
-"""The head's public functions in Triton: the answers and errors of the reference, with strided vectors too."""
+"""The head's public functions, Triton and native: the answers and errors of the reference, with strided vectors too."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from fastcollab.ops import linear_logprob, linear_policy_loss, linear_scores, use_impl
+from fastcollab.ops import NATIVE_ABSENT, linear_logprob, linear_policy_loss, linear_scores, use_impl
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+no_native = pytest.mark.skipif(
+    NATIVE_ABSENT is not None or DEVICE == "cuda", reason=NATIVE_ABSENT or "native: CPU only"
+)
+FUSED = pytest.mark.parametrize("fused", ["triton", pytest.param("native", marks=no_native)])
 N, D, V = 19, 21, 77
 CAPPED = {"temperature": 0.7, "softcap": 3.0}
 
@@ -38,10 +42,11 @@ def close(got, want):
         torch.testing.assert_close(x.double(), y.double(), atol=3e-5, rtol=1e-5)
 
 
+@FUSED
 @pytest.mark.parametrize("entropy", [False, True])
-def test_linear_logprob(given, entropy):
+def test_linear_logprob(given, entropy, fused):
     found = []
-    for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+    for impl, dtype in ((fused, torch.float32), ("reference", torch.float64)):
         h, weight, _ = mine = leaves(given, dtype)
         wide = torch.stack([mine[2], mine[2] * 0], 1)  # its first column: a bias with a stride, and a gradient
         with use_impl(impl):
@@ -54,8 +59,9 @@ def test_linear_logprob(given, entropy):
     close(*found)
 
 
-def test_linear_scores(given):
-    with use_impl("triton"):
+@FUSED
+def test_linear_scores(given, fused):
+    with use_impl(fused):
         got = linear_scores(*given, **CAPPED)
         assert linear_scores(*given[:4]).second_logprob is None
     with use_impl("reference"):
@@ -63,10 +69,11 @@ def test_linear_scores(given):
     close(got, want)
 
 
+@FUSED
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
-def test_linear_policy_loss(given, aggregation):
+def test_linear_policy_loss(given, aggregation, fused):
     found = []
-    for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+    for impl, dtype in ((fused, torch.float32), ("reference", torch.float64)):
         h, weight, bias = mine = leaves(given, dtype)
         old, *rest = tokens()
         with use_impl(impl):
@@ -82,7 +89,7 @@ BAD = {"-100": (-100, r"target: got \(-100, \d+\), need ids in \[0, 77\)"),
        "beyond 32 bits": (1 << 32, r"target: got \(\d+, 4294967296\), need ids in \[0, 77\)")}  # fmt: skip
 
 
-@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("impl", ["triton", pytest.param("native", marks=no_native), "reference"])
 @pytest.mark.parametrize("name", BAD)
 def test_a_target_outside_the_vocabulary_is_refused(given, impl, name):
     h, weight, bias, target, second = given
@@ -101,10 +108,11 @@ def test_a_target_outside_the_vocabulary_is_refused(given, impl, name):
         assert linear_policy_loss(h, weight, aside, old, advantage, mask, ids, bias=bias)[0].isfinite()
 
 
+@FUSED
 @pytest.mark.parametrize("op", ["linear_logprob", "linear_policy_loss"])
-def test_no_second_derivative(given, op):
+def test_no_second_derivative(given, op, fused):
     h, weight, _ = leaves(given, torch.float32)
-    with use_impl("triton"):
+    with use_impl(fused):
         if op == "linear_logprob":
             loss = linear_logprob(h, weight, None, given[3])[0].sum()
         else:
