@@ -73,6 +73,18 @@ def _list(job: tuple[str, str]) -> list[dict[str, Any]]:
     ]
 
 
+def _aligned(job: Job) -> list[int]:
+    """Which arguments a launch knows to be multiples of 16: tensors, and sizes but for those of do_not_specialize."""
+    module, target, index = job
+    case = _cases(module, target)[index]
+    free = {p.name for p in case.kernel.params if p.do_not_specialize}
+    return [
+        i
+        for i, (name, kind) in enumerate(case.signature.items())
+        if kind.startswith("*") or (kind in ("i32", "i64") and name not in free)
+    ]
+
+
 def _compile(job: Job) -> dict[str, Any]:
     """Compile one case: as a launch with 16-byte aligned tensors and sizes in multiples of 16 would."""
     import triton
@@ -83,11 +95,7 @@ def _compile(job: Job) -> dict[str, Any]:
     module, target, index = job
     case = _cases(module, target)[index]
     found = _list((module, target))[index]
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, kind in enumerate(case.signature.values())
-        if kind.startswith("*") or kind in ("i32", "i64")
-    }
+    aligned = {(i,): [["tt.divisibility", 16]] for i in _aligned(job)}
     source = ASTSource(case.kernel, case.signature, case.constants, aligned)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     try:

@@ -60,7 +60,9 @@ def _operators(report: dict[str, object]) -> dict[str, str]:
     for impl in ("native", "triton"):
         lines[f"ops {impl}"] = "present" if report[impl] is None else f"absent: {report[impl]}"
     if report["forced"]:
+        others = ", ".join(report["unforced"])
         lines["ops forced"] = f"{report['forced']} (FASTCOLLAB_IMPL or use_impl)"
+        lines["ops forced"] += f", but no such version exists of {others}" if others else ""
     return lines
 
 

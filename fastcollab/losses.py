@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from fastcollab.ops.head import linear_policy_loss
@@ -32,11 +33,12 @@ def merge_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
     ``token_sum/kl`` becomes ``kl``, ``{token_sum,min,max}/ratio`` become ``ratio/{mean,min,max}``,
     ``count/tokens`` becomes ``num_loss_tokens``. Means and extremes over nothing are left out.
     """
-    total: dict[str, float] = {}
-    for part in parts:
-        for key, value in part.items():
-            combine = _COMBINE.get(key.split("/", 1)[0], operator.add)
-            total[key] = combine(total[key], float(value)) if key in total else float(value)
+    parts, total = list(parts), {}
+    values = [value for part in parts for value in part.values()]
+    values = iter(torch.stack([v.double() for v in values]).tolist() if values else ())  # one copy from the device
+    for key, value in zip((key for part in parts for key in part), values, strict=True):
+        combine = _COMBINE.get(key.split("/", 1)[0], operator.add)
+        total[key] = combine(total[key], value) if key in total else value
     merged = {}
     for key, value in total.items():
         kind, name = key.split("/", 1)

@@ -25,9 +25,11 @@ from fastcollab.kernels.logits import (
     compute_dtype,
     logit_gradient,
     merge,
+    outside,
     product,
     product_tile,
     require_finite,
+    require_ids,
     scaled,
     slices,
     softmax_part,
@@ -191,10 +193,11 @@ def linear_logprob_forward(
     """logprob, lse [N] fp32; entropy, second_logprob [N] fp32 and top1 [N] int64, or [0] each where not asked for.
 
     h [N, D] with unit stride in D, weight [V, D], bias [V] float; target, second [N] int64 in [0, V); softcap 0: none.
-    top1 is the lowest of the ids with the largest logit. Raises: ValueError for a row whose lse is not finite.
+    top1 is the lowest of the ids with the largest logit. Raises: ValueError for an id outside [0, V), and for a row
+    whose lse is not finite.
     """
     (N, D), V = h.shape, weight.shape[0]
-    tile = tile_of(target_of(h.device), compute_dtype(h, weight))
+    tile = tile_of(target_of(h.device), compute_dtype(h, weight), widens(h, weight))
     chunks = triton.cdiv(V, _TILES_OF_CHUNK * tile.ids)
     floats = lambda *shape: torch.empty(shape, device=h.device)  # noqa: E731
     logprob, lse, ent, other = floats(N), floats(N), floats(N * entropy), floats(0 if second is None else N)
@@ -216,7 +219,14 @@ def linear_logprob_forward(
             x_target, x_second, peaks, masses, spreads, tops, logprob, lse, ent, other, top, N, chunks, **wanted,
             BLOCK_N=_MERGED_ROWS, BLOCK_C=_MERGED_CHUNKS, num_warps=4,
         )  # fmt: skip
-    require_finite(lse)
+    bad = ~lse.isfinite() | outside(target, V)
+    if second is not None:
+        bad |= outside(second, V)
+    if bad.any():  # one wait for the device, not one for each
+        require_ids("target", target, V)
+        if second is not None:
+            require_ids("second", second, V)
+        require_finite(lse)
     return logprob, lse, ent, other, top
 
 
@@ -244,7 +254,7 @@ def linear_logprob_backward(
     rounded once. Beyond the results: 64 MiB, fp32 sums for dh and the kept rows of h, 256 MiB at 8192 rows of 4096.
     """
     (N, D), V, dtype = h.shape, weight.shape[0], compute_dtype(h, weight)
-    tile = tile_of(target_of(h.device), dtype)
+    tile = tile_of(target_of(h.device), dtype, widens(h, weight))
     dh = torch.zeros_like(h) if need_h else h.new_empty(0)
     dw = torch.zeros_like(weight) if need_w else weight.new_empty(0)
     db = h.new_zeros(V if need_b else 0, dtype=bias.dtype if need_b else h.dtype)
@@ -285,25 +295,25 @@ def linear_logprob_backward(
 
 
 def offline_cases(target: str) -> list[Case]:
-    """bf16 and fp32 of width 1024 and 4096: all options, and none."""
+    """bf16, fp32, and fp32 rows with a bf16 weight, of width 1024 and 4096: all options, and none."""
     cases = []
-    for dtype, name in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
-        tile = tile_of(target, dtype)
-        types = dict.fromkeys(("h", "w", "bias", "dz"), name)
+    for name, narrow in (("*bf16", "*bf16"), ("*fp32", "*fp32"), ("*fp32", "*bf16")):
+        tile = tile_of(target, torch.bfloat16 if name == "*bf16" else torch.float32, name != narrow)
+        types = dict.fromkeys(("h", "dz"), name) | dict.fromkeys(("w", "bias"), narrow)
         types |= dict.fromkeys(("target", "second", "top1"), "*i64") | {"tops": "*i32"}
         types |= dict.fromkeys(("x_target", "x_second", "peaks", "masses", "spreads", "logprob", "lse"), "*fp32")
         types |= dict.fromkeys(("entropy", "second_logprob", "g_logprob", "g_entropy", "db"), "*fp32")
         types |= dict.fromkeys(("N", "V", "first", "chunks", "stride_h", "stride_w", "stride_dz"), "i32")
         types |= {"softcap": "fp32", "scale": "fp32"}
         for D, on in ((1024, True), (4096, False)):
-            gemm = _options(D, name if on else None, float(on), on, False, tile)
+            gemm = _options(D, name if on else None, float(on), on, name != narrow, tile)
             wanted = {"ENTROPY": on, "SECOND": on, "TOP1": on}
             launch = tile.num_warps, tile.num_stages
             cases += [
                 case(_forward_kernel, types, gemm | wanted | {"TILES": _TILES_OF_CHUNK}, *launch),
                 case(_gradient_kernel, types, gemm | {"NEED_B": on}, *launch),
             ]
-            if dtype == torch.float32:
+            if narrow == "*fp32":
                 blocks = {"BLOCK_N": _MERGED_ROWS, "BLOCK_C": _MERGED_CHUNKS}
                 cases.append(case(_merge_kernel, types, wanted | blocks, 4, 1))
     return cases

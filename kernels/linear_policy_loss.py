@@ -21,8 +21,10 @@ from fastcollab.kernels.logits import (
     compute_dtype,
     logit_gradient,
     merge,
+    outside,
     product,
     require_finite,
+    require_ids,
     scaled,
     softmax_part,
 )
@@ -105,11 +107,11 @@ def _buffers(n: int, V: int, dtype: torch.dtype) -> tuple[int, int, int]:
 
 def _require_tokens(named: dict[str, Tensor], rows: Tensor, segment_ids: Tensor, S: int) -> None:
     """The reference's errors for what is kept: segment ids out of range, values that are not finite."""
-    outside = (segment_ids < 0) | (segment_ids >= S)
-    bad = outside | ~torch.stack(list(named.values())).isfinite().all(0)
+    foreign = outside(segment_ids, S)
+    bad = foreign | ~torch.stack(list(named.values())).isfinite().all(0)
     if bad.any():
         i = int(bad.int().argmax())
-        if outside[i]:
+        if foreign[i]:
             raise ValueError(f"segment_ids: got {int(segment_ids[i])} at token {int(rows[i])}, need in [0, {S})")
         values = {name: x[i].item() for name, x in named.items()}
         where = f"token {int(rows[i])} of segment {int(segment_ids[i])}"
@@ -145,8 +147,9 @@ def linear_policy_loss_forward(
     entropy) and ``scale`` times the loss' gradients dh, dw, db, [0] where not needed.
 
     h [N, D], weight [V, D], bias [V]; target, segment_ids [N] int64, mask [N] bool, log-probs [N], advantage [S].
-    Rows with mask False are left out before the head; their number goes to the host. Raises: ValueError for a kept row
-    whose lse, log-probs or advantage are not finite, and for a segment id outside [0, S).
+    Rows with mask False are left out before the head; their number goes to the host, in the end whether all is well.
+    Raises: ValueError for a kept row whose lse, log-probs or advantage are not finite, or whose target is outside
+    [0, V) or segment id outside [0, S).
     """
     (N, D), V, S, dtype = h.shape, weight.shape[0], len(advantage), compute_dtype(h, weight)
     dh = torch.zeros_like(h) if need_h else h.new_empty(0)
@@ -164,11 +167,11 @@ def linear_policy_loss_forward(
     x = x.to(dtype)
     ref = None if ref_logprob is None else pick(ref_logprob).float()
     advantage = advantage.float()
-    named = {"old_logprob": old, "advantage": advantage[ids.clamp(0, S - 1)]}
-    _require_tokens(named if ref is None else named | {"ref_logprob": ref}, rows, ids, S)
+    known = ids.clamp(0, S - 1)  # a foreign id is refused at the end
+    given = {"old_logprob": old, "advantage": advantage[known]} | ({} if ref is None else {"ref_logprob": ref})
     share = torch.full_like(old, scale)  # of each token's gradient
     if per_sequence:
-        share /= torch.zeros(S, dtype=torch.int64, device=h.device).index_add_(0, ids, torch.ones_like(ids))[ids]
+        share /= torch.zeros(S, dtype=torch.int64, device=h.device).index_add_(0, known, torch.ones_like(ids))[known]
     kept = torch.ones_like(ids, dtype=torch.bool)
     settings = clip_low, clip_high, dual_clip, form, 0
 
@@ -212,8 +215,12 @@ def linear_policy_loss_forward(
             product(d[:, :V].T, x, dw)
         elif need_w:
             accumulate(dw_sum, d[:, :V].T, x[of_tile])
-    require_finite(lse, rows, "linear_policy_loss")
-    _require_tokens({"logprob": logprob}, rows, ids, S)
+    finite = torch.stack([lse, logprob, *given.values()]).isfinite().all(0)
+    if (~finite | outside(target, V) | outside(ids, S)).any():  # one wait for the device, not one for each
+        require_ids("target", target, V)
+        _require_tokens(given, rows, ids, S)
+        require_finite(lse, rows, "linear_policy_loss")
+        _require_tokens({"logprob": logprob}, rows, ids, S)
     if dw_sum is not dw:
         dw.copy_(dw_sum)
     sums[:12] = loss(slice(0, n), per_sequence)[0]

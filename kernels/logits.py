@@ -3,6 +3,9 @@ matrix products around them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastcollab.config import require
 from fastcollab.kernels.offline import Case
 
 GROUP = 16  # row blocks that sweep the vocabulary together: their hidden states stay in L2, a weight tile is read once
@@ -26,8 +30,9 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def tile_of(target: str, dtype: torch.dtype) -> Tile:
+def tile_of(target: str, dtype: torch.dtype, widen: bool = False) -> Tile:
     """Block sizes on ``target`` ("sm_80", "sm_90", "sm_100", "gfx942", "cpu": the interpreter) of a GEMM in ``dtype``.
+    ``widen``: of tiles that come in another one.
 
     16-bit: the accumulators take half of the registers on sm_90 (tensor memory on sm_100), and the stages what shared
     memory there is. fp32 has no tensor cores in IEEE precision: the largest tile that no option makes spill.
@@ -35,7 +40,7 @@ def tile_of(target: str, dtype: torch.dtype) -> Tile:
     if target == "cpu":
         return Tile(16, 64, 16, 1, 1)
     if dtype == torch.float32:
-        wide = {"sm_80": Tile(128, 128, 16, 8, 3), "gfx942": Tile(64, 128, 16, 8, 2)}
+        wide = {"gfx942": Tile(64, 128, 16, 8, 2)} | ({} if widen else {"sm_80": Tile(128, 128, 16, 8, 3)})
         return wide.get(target, Tile(64, 128, 16, 8, 3))
     return {"sm_80": Tile(128, 128, 64, 8, 4), "gfx942": Tile(128, 128, 64, 8, 2)}.get(target, Tile(128, 256, 64, 8, 4))
 
@@ -178,6 +183,27 @@ def logit_gradient(x, lse, hit, g, g_entropy, entropy, softcap, scale, ENTROPY: 
     return dx * scale
 
 
+_EXACT = {"fp32_precision": ("ieee", "none"), "allow_bf16_reduced_precision_reduction": (False,),
+          "allow_fp16_reduced_precision_reduction": (False,), "allow_fp16_accumulation": (False,)}  # fmt: skip
+_FLAGS = Lock()  # autograd's threads would put back each other's settings
+
+
+@contextmanager
+def _exact_matmul() -> Iterator[None]:
+    """Library GEMMs as the kernels here multiply, in IEEE fp32 and summed in fp32, whatever the user allows his own."""
+    matmul = torch.backends.cuda.matmul
+    with _FLAGS:
+        loose = {name: value for name, right in _EXACT.items() if (value := getattr(matmul, name)) not in right}
+        for name in loose:
+            setattr(matmul, name, _EXACT[name][0])
+        try:
+            yield
+        finally:
+            for name, value in loose.items():
+                setattr(matmul, name, value)
+
+
+@_exact_matmul()
 def product(a: Tensor, b: Tensor, out: Tensor) -> None:
     """out = a @ b, summed in fp32, rounded once to the dtype of ``out`` (that of a and b, or fp32)."""
     if out.dtype == a.dtype:
@@ -188,12 +214,24 @@ def product(a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(a.float() @ b.float())
 
 
+@_exact_matmul()
 def accumulate(acc: Tensor, a: Tensor, b: Tensor) -> None:
     """acc += a @ b in fp32; a and b of one dtype."""
     if a.dtype != torch.float32 and a.is_cuda:
         torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)
     else:
         acc.addmm_(a.float(), b.float())
+
+
+def outside(ids: Tensor, V: int) -> Tensor:
+    """[N] bool: which ids are not in [0, V)."""
+    return (ids < 0) | (ids >= V)
+
+
+def require_ids(name: str, ids: Tensor, V: int) -> None:
+    """ValueError for ids outside [0, V), as the reference says it; waits for the device."""
+    low, high = map(int, ids.aminmax())
+    require(0 <= low and high < V, name, (low, high), f"ids in [0, {V})")
 
 
 def require_finite(lse: Tensor, rows: Tensor | None = None, op: str = "linear_logprob") -> None:

@@ -58,13 +58,13 @@ def _tile(x, tokens, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, first=0)
 @triton.jit
 def _product(
     a, tile_a, rows_a, stride_a, b, tile_b, rows_b, stride_b,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr,
+    WIDTH: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Two tiles' rows multiplied, fp32 [a, b]. With PART, by as many columns at a time, which are read once more: the
     fp32 units take whole rows into registers, more than there are."""
     total = tl.zeros([tile_a.shape[0], tile_b.shape[0]], tl.float32)
     if PART:
-        for first in range(0, PADDED, PART):
+        for first in range(0, WIDTH, PART):  # not the padding: ``_tile`` masks a last part that is cut, no other
             part_a = _tile(a, rows_a, stride_a, WIDTH, PART, first)
             part_b = _tile(b, rows_b, stride_b, WIDTH, PART, first)
             total = _dot(part_a, tl.trans(part_b), total)
@@ -137,7 +137,7 @@ def _forward_kernel(
     for step in tl.range(0, of_prefix + own, num_stages=STAGES):
         keys, position, exists = _keys(step, start, length, prefix, depth, skip, of_prefix, own_skip, KEYS)
         ks, vs = _tile(k, keys, stride_k, DK, KP), _tile(v, keys, stride_v, DV, VP)
-        score = _product(q, qs, tokens, stride_q, k, ks, keys, stride_k, DK, KP, PART) * SCALE
+        score = _product(q, qs, tokens, stride_q, k, ks, keys, stride_k, DK, PART) * SCALE
         if SOFTCAP > 0:
             score = SOFTCAP * tanh(score / SOFTCAP)
         seen = exists[None, :] & (position[None, :] <= at[:, None])
@@ -193,8 +193,8 @@ def _dq_kernel(
     for step in tl.range(0, of_prefix + own, num_stages=STAGES):
         keys, position, exists = _keys(step, start, length, prefix, depth, skip, of_prefix, own_skip, KEYS)
         ks, vs = _tile(k, keys, stride_k, DK, KP), _tile(v, keys, stride_v, DV, VP)
-        score = _product(q, qs, tokens, stride_q, k, ks, keys, stride_k, DK, KP, PART) * SCALE
-        product = _product(grad, gs, tokens, stride_g, v, vs, keys, stride_v, DV, VP, PART)
+        score = _product(q, qs, tokens, stride_q, k, ks, keys, stride_k, DK, PART) * SCALE
+        product = _product(grad, gs, tokens, stride_g, v, vs, keys, stride_v, DV, PART)
         seen = real[:, None] & exists[None, :] & (position[None, :] <= at[:, None])
         if WINDOW:
             seen &= position[None, :] > at[:, None] - WINDOW
@@ -239,8 +239,8 @@ def _dkv_kernel(
                 gs = _tile(grad_h, tokens, stride_g, DV, VP)
                 lses = tl.load(lse + tokens * H + h)
                 deltas = tl.load(delta + tokens * H + h)
-                score = _product(k, ks, keys, stride_k, q_h, qs, tokens, stride_q, DK, KP, PART) * SCALE
-                product = _product(v, vs, keys, stride_v, grad_h, gs, tokens, stride_g, DV, VP, PART)
+                score = _product(k, ks, keys, stride_k, q_h, qs, tokens, stride_q, DK, PART) * SCALE
+                product = _product(v, vs, keys, stride_v, grad_h, gs, tokens, stride_g, DV, PART)
                 seen = exists[:, None] & real[None, :] & (at_key[:, None] <= at[None, :])
                 if WINDOW:
                     seen &= at_key[:, None] > at[None, :] - WINDOW
@@ -263,10 +263,11 @@ def packed_attention_forward(
     b = blocks("forward", dk, dv, q.dtype, target_of(q.device))
     tiles = query_tiles(segments, b.queries, q.device)
     if len(tiles):
-        _forward_kernel[(len(tiles) * H,)](
-            q, k, v, sinks, out, lse, tiles, *_strides(q, k, v), SINKS=sinks is not None,
-            **_constants(H, Hkv, dk, dv, b, scale, window, softcap), num_warps=b.warps, num_stages=b.stages,
-        )  # fmt: skip
+        with torch.cuda.device_of(q):
+            _forward_kernel[(len(tiles) * H,)](
+                q, k, v, sinks, out, lse, tiles, *_strides(q, k, v), SINKS=sinks is not None,
+                **_constants(H, Hkv, dk, dv, b, scale, window, softcap), num_warps=b.warps, num_stages=b.stages,
+            )  # fmt: skip
     return out, lse
 
 
@@ -293,17 +294,19 @@ def packed_attention_backward(
     b = blocks("dq", dk, dv, q.dtype, target)
     tiles = query_tiles(segments, b.queries, q.device)
     if len(tiles):
-        _dq_kernel[(len(tiles) * H,)](
-            grad, q, k, v, out, lse, delta, d_q, tiles, *strides,
-            **_constants(H, Hkv, dk, dv, b, scale, window, softcap), num_warps=b.warps, num_stages=b.stages,
-        )  # fmt: skip
+        with torch.cuda.device_of(q):
+            _dq_kernel[(len(tiles) * H,)](
+                grad, q, k, v, out, lse, delta, d_q, tiles, *strides,
+                **_constants(H, Hkv, dk, dv, b, scale, window, softcap), num_warps=b.warps, num_stages=b.stages,
+            )  # fmt: skip
     b = blocks("dkv", dk, dv, q.dtype, target)
     tiles, visits = key_tiles(segments, T, b.keys, q.device)
     if len(tiles):
-        _dkv_kernel[(len(tiles) * Hkv,)](
-            grad, q, k, v, lse, delta, d_k, d_v, tiles, visits, *strides,
-            **_constants(H, Hkv, dk, dv, b, scale, window, softcap), num_warps=b.warps, num_stages=b.stages,
-        )  # fmt: skip
+        with torch.cuda.device_of(q):
+            _dkv_kernel[(len(tiles) * Hkv,)](
+                grad, q, k, v, lse, delta, d_k, d_v, tiles, visits, *strides,
+                **_constants(H, Hkv, dk, dv, b, scale, window, softcap), num_warps=b.warps, num_stages=b.stages,
+            )  # fmt: skip
     if sinks is None:
         return d_q, d_k, d_v, q.new_empty(0)
     return d_q, d_k, d_v, -((sinks.float() - lse).exp() * delta).sum(0).to(sinks.dtype)
@@ -333,6 +336,7 @@ OFFLINE = [  # dtype, query heads per kv head, Dk, Dv, window, softcap, sinks
     (torch.bfloat16, 8, 128, 128, 512, 30.0, True),
     (torch.float32, 2, 128, 128, 0, 0.0, False),
     (torch.float32, 2, 128, 128, 512, 30.0, True),
+    (torch.float32, 1, 96, 96, 0, 0.0, False),  # no power of two
 ]
 
 

@@ -37,7 +37,9 @@ def blocks(kernel: str, dk: int, dv: int, dtype: torch.dtype, target: str) -> Bl
         return Blocks(16, 16, 1, 1, 16 if width > 16 else 0)
     if dtype == torch.float32:
         tall = kernel == "dkv" and width <= 128 and target != "gfx942"
-        return Blocks(32, 16, 8, 1, 32) if tall else Blocks(16, 32, 8, 1, 32)
+        # masks of columns spill on sm_80 where 8 warps leave a thread 128 registers
+        cut = target == "sm_80" and (dk, dv) != (padded(dk), padded(dv))
+        return Blocks(32, 16, 4 if cut else 8, 1, 32) if tall else Blocks(16, 32, 8, 1, 32)
     if target == "gfx942":
         narrow = {"forward": Blocks(128, 16, 8, 1), "dq": Blocks(128, 16, 8, 1), "dkv": Blocks(16, 64, 4, 1)}
         wide = {"forward": Blocks(64, 16, 8, 1), "dq": Blocks(32, 32, 4, 1), "dkv": Blocks(16, 32, 4, 1)}

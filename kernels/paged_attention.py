@@ -329,27 +329,30 @@ def _check(q, k, v, k_pool, v_pool, slot_mapping, block_table, q_indptr, kv_len,
 
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
-OFFLINE = [  # dtype, group, width of K, of V, window, soft cap, sinks
-    (torch.bfloat16, 2, 128, 128, False, False, False),
-    (torch.float32, 2, 128, 128, False, False, False),
-    (torch.float32, 4, 80, 80, True, False, False),
-    (torch.bfloat16, 2, 256, 256, True, True, False),
-    (torch.bfloat16, 4, 128, 128, True, True, True),
+OFFLINE = [  # dtype, group, width of K, of V, window, soft cap, sinks, merge
+    (torch.bfloat16, 2, 128, 128, False, False, False, True),
+    (torch.float32, 2, 128, 128, False, False, False, True),
+    (torch.float32, 4, 80, 80, True, False, False, True),
+    (torch.bfloat16, 2, 256, 256, True, True, False, True),
+    (torch.bfloat16, 4, 128, 128, True, True, True, True),
+    (torch.bfloat16, 2, 128, 128, False, False, False, False),
+    (torch.float32, 2, 128, 128, False, False, False, False),
 ]
 
 
 def offline_cases(target: str) -> list[Case]:
-    """Both kernels as they are launched with pools of q's dtype, 16-token blocks and rows long enough to be merged."""
+    """The kernels as launched with pools of q's dtype and 16-token blocks, for rows in pieces or too short for that."""
     cases = []
-    for dtype, group, dk, dv, window, softcap, sinks in OFFLINE:
+    for dtype, group, dk, dv, window, softcap, sinks, merge in OFFLINE:
         b, kind = paged_plan.blocks(group, dk, dv, dtype, target), TYPES[dtype]
         sizes = dict(GROUP=group, HEADS=8, DV=dv, VP=padded(dv), SPLIT=b.split, LIMIT=b.limit, WINDOW=window)
         own = dict(DK=dk, KP=padded(dk), PART=min(b.part, padded(dk)), PAGE=16, SHORT=b.short, TILE=b.tile, KEYS=b.keys,
-                   SOFTCAP=softcap, SINKS=sinks, MERGE=True, COUNT=APPEND, STAGES=b.stages)  # fmt: skip
+                   SOFTCAP=softcap, SINKS=sinks, MERGE=merge, COUNT=APPEND, STAGES=b.stages)  # fmt: skip
         special = dict.fromkeys(("slot_mapping", "block_table", "q_indptr", "kv_len"), "*i32")
         special |= dict(partial="*fp32", stats="*fp32", scale="fp32", softcap="fp32")
         special |= dict.fromkeys(("q", "k", "v", "k_pool", "v_pool", "sinks", "out"), kind)
-        for kernel, constants, warps in ((append_and_attend, sizes | own, b.warps), (merge_pieces, sizes, 2)):
+        launched = [(append_and_attend, sizes | own, b.warps), (merge_pieces, sizes, 2)]
+        for kernel, constants, warps in launched if merge else launched[:1]:
             signature = {x: "constexpr" if x in constants else special.get(x, "i32") for x in kernel.arg_names}
             cases.append(Case(kernel, signature, constants, warps, b.stages))
     return cases

@@ -37,7 +37,8 @@ def blocks(group: int, dk: int, dv: int, dtype: torch.dtype, target: str) -> Blo
     warps = 4 if width <= 128 and not fp32 else 8
     stages = 3 if hopper and warps == 4 else 1 if target == "gfx942" and warps == 8 else 2
     short = min(tile, max(16, 1 << (4 * group - 1).bit_length()))
-    return Blocks(short, tile, keys, 512, max(tile, group), 32 if fp32 else 1024, warps, stages)
+    part = 1024 if not fp32 else 16 if target == "sm_100" else 32  # 32 spills there
+    return Blocks(short, tile, keys, 512, max(tile, group), part, warps, stages)
 
 
 def padded(width: int) -> int:

@@ -191,13 +191,15 @@ def test_env_says_who_computes_what_and_why_not(capsys):
 
 
 def test_env_gives_the_reason_of_what_is_absent():
-    report = {"forced": "reference", "native": "no fastcollab._C", "triton": None, "sample": {"cpu": "reference"}}
-    assert env._operators(report) == {
+    report = {"forced": "reference", "unforced": [], "native": "no fastcollab._C", "triton": None}
+    assert env._operators(report | {"sample": {"cpu": "reference"}}) == {
         "op sample": "reference on cpu",
         "ops native": "absent: no fastcollab._C",
         "ops triton": "present",
         "ops forced": "reference (FASTCOLLAB_IMPL or use_impl)",
     }
+    forced = env._operators(report | {"forced": "triton", "unforced": ["copy_blocks", "sample"]})["ops forced"]
+    assert forced == "triton (FASTCOLLAB_IMPL or use_impl), but no such version exists of copy_blocks, sample"
     assert env._scheduler(SimpleNamespace(NATIVE_ABSENT="no module")) == "python: no module"
     assert env._compiler(["no-such-compiler-here"]) == "none (no-such-compiler-here)"
     assert env._version("no-such-distribution-here") == "not installed"

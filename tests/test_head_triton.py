@@ -11,6 +11,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from fastcollab.kernels import logits as gemm  # noqa: E402
 from fastcollab.kernels.linear_logprob import linear_logprob_backward, linear_logprob_forward  # noqa: E402
 from fastcollab.kernels.linear_policy_loss import linear_policy_loss_forward  # noqa: E402
 from fastcollab.reference.losses import policy_loss  # noqa: E402
@@ -196,6 +199,12 @@ def test_forbidden_tokens_and_rows_without_a_law():
     assert torch.equal(got[4], want[4] + 130)
     grads = backward((h, w, b, target, second), *upstream(len(h)))
     assert all(x.isfinite().all() for x in grads) and (grads[1][4:130] == 0).all()
+    ones = torch.ones(len(h), device=DEVICE)
+    grads = backward((h, w, b, target, second), ones, None)  # row 0 too, whose own target is forbidden
+    p = (h.double() @ w.double().T + b.double()).softmax(-1)
+    want = torch.nn.functional.one_hot(target, len(w)).double() - p
+    for got, exact in zip(grads, (want @ w.double(), want.T @ h.double(), want.sum(0)), strict=True):
+        torch.testing.assert_close(got.double(), exact, atol=2e-5, rtol=2e-6)
     with pytest.raises(ValueError, match="linear_logprob, row 0: got log-sum-exp -inf, need a finite one"):
         linear_logprob_forward(h, w, torch.full_like(b, -torch.inf), target, None, 1.0, 0.0, False, False)
     h[2, 5] = torch.nan
@@ -329,3 +338,59 @@ def test_policy_loss_names_the_row_without_a_law():
     head[0][2, 0] = torch.nan
     with pytest.raises(ValueError, match="linear_policy_loss, row 2: got log-sum-exp nan"):
         call(head, tokens)
+
+
+def test_policy_loss_where_the_own_target_is_forbidden():
+    head, tokens = loss_inputs(N=5)
+    head[2][head[3][1]] = -torch.inf
+    with pytest.raises(ValueError, match="token 1 of segment 1: got {'logprob': -inf}"):
+        call(head, tokens)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what a device would be waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function)
+        self.seen += [name] if name in ("aten._local_scalar_dense.default", "aten.nonzero.default") else []
+        return function(*args, **(kwargs or {}))
+
+
+def test_waits_for_the_device():
+    given = inputs(N=3, V=30)
+    with Waits() as waits:
+        linear_logprob_forward(*given, 1.0, 0.0, True, True)
+    assert len(waits.seen) == 1  # is all well
+    head, tokens = loss_inputs(N=5)
+    with Waits() as waits:
+        call(head, tokens)
+    assert len(waits.seen) == 2  # the number of kept rows, and that
+
+
+@pytest.fixture
+def loose_matmul():
+    """The user allows TF32 and sums in bf16."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction
+    matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction = "tf32", True
+    yield matmul
+    matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction = before
+
+
+def test_library_gemms_do_not_follow_the_users_flags(loose_matmul, monkeypatch):
+    seen, mm = [], torch.mm
+
+    def spy(*args, **kwargs):
+        seen.append((loose_matmul.fp32_precision, loose_matmul.allow_bf16_reduced_precision_reduction))
+        return mm(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", spy)
+    x = torch.eye(16, device=DEVICE)
+    out = torch.empty_like(x)
+    gemm.product(x, x, out)
+    assert torch.equal(out, x) and seen == [("ieee", False)]
+    assert (loose_matmul.fp32_precision, loose_matmul.allow_bf16_reduced_precision_reduction) == ("tf32", True)

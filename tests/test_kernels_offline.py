@@ -69,6 +69,18 @@ def test_run_writes_the_list_and_fails_for_a_fault(spills, tmp_path, monkeypatch
     assert "m.k sm_90" in said.out and ("spills: got 8, need 0" in said.err) == bool(spills)
 
 
+def test_sizes_that_a_launch_does_not_specialise_are_not_taken_for_aligned():
+    case = ("fastcollab.kernels.paged_attention", "sm_90", 1)  # merge_pieces: five tensors, then rows, splits, window
+    with kernels._pool(1) as pool:
+        assert pool.submit(kernels._aligned, case).result() == [0, 1, 2, 3, 4]
+
+
+def test_launches_of_two_dtypes_and_without_pieces_are_listed(listed):
+    configs = [entry["config"] for entry in listed]
+    for name in ("WIDEN", "MERGE"):
+        assert {config[name] for config in configs if name in config} == {True, False}, name
+
+
 def test_nothing_to_compile_is_a_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "compile_all", lambda modules: [])
     assert kernels.run(tmp_path / "kernels.json") == 1

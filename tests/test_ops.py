@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from fastcollab import ops
+from fastcollab.ops import dispatch
 from fastcollab.reference import attention
+from fastcollab.reference.packed import Segments
 
 native = pytest.mark.skipif(ops.NATIVE_ABSENT is not None, reason=str(ops.NATIVE_ABSENT))
 IMPLS = ["reference", pytest.param("native", marks=native)]
@@ -295,6 +297,36 @@ def test_forced_implementations():
             run(case, "triton", torch.float64)
     assert ops.impl_report()["forced"] is None
     assert torch.isfinite(ops.paged_attention(**case)).all()
+
+
+@native
+def test_a_forced_implementation_leaves_the_operators_that_never_had_it(monkeypatch):
+    segments = Segments(*torch.tensor([[0], [3], [0], [0]]))
+    with ops.use_impl("native"):
+        x = torch.ones(3, 1, 8)
+        assert torch.equal(ops.packed_attention(x, x, x, segments, 1.0), x)
+        report = ops.impl_report()
+        assert report["unforced"] == ["packed_attention"] and report["packed_attention"]["cpu"] == "reference"
+    with ops.use_impl("triton"):
+        pools = [torch.arange(2)]
+        ops.copy_blocks(pools, torch.tensor([[0, 1]]))
+        report = ops.impl_report()
+        assert pools[0].tolist() == [0, 0] and report["unforced"] == ["copy_blocks", "sample"]
+        assert report["sample"]["cpu"] == "native"
+    monkeypatch.setattr(dispatch, "NATIVE_ABSENT", "not built")
+    dispatch._choose.cache_clear()
+    try:
+        with ops.use_impl("native"), pytest.raises(RuntimeError, match="linear_logprob: got .*'native'.*not built"):
+            ops.linear_logprob(torch.ones(1, 2), torch.ones(3, 2), None, torch.tensor([0]))
+    finally:
+        dispatch._choose.cache_clear()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_sinks_of_any_stride(impl):
+    case = make_case([20, 5], [20, 1], 4, 2, 16, 16, 4)
+    wide = torch.randn(4, 2)
+    assert torch.equal(run(case, impl, sinks=wide[:, 0])[0], run(case, impl, sinks=wide[:, 0].contiguous())[0])
 
 
 @native

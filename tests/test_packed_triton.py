@@ -74,7 +74,7 @@ def naive(leaves, segments, upstream, window=0, softcap=0.0):
 def poisoned():
     """Uninitialised memory is NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(before[0])
@@ -90,6 +90,7 @@ def poisoned():
         ((2, 1, 16, 8), torch.bfloat16, {"softcap": 2.0}),
         ((1, 1, 16, 16), torch.bfloat16, {"sinks": True}),
         ((1, 1, 20, 20), torch.float16, {"window": 1}),
+        ((2, 1, 48, 96), torch.float32, {}),  # whole parts, but no power of two
     ],
 )
 def test_as_accurate_as_plain_torch(poisoned, heads, dtype, options):
@@ -151,6 +152,24 @@ def test_nan_stays_in_its_segment():
     beyond = [*range(21, 24), *range(43, TOKENS)]  # the prompt's own keys were read by the second completion
     for a, b in zip(clean[2:], dirty[2:], strict=True):
         assert torch.equal(a[beyond], b[beyond])
+
+
+def test_strided_sinks_and_no_second_derivative():
+    leaves, upstream = inputs(18, (2, 1, 8, 8), torch.float32)
+    segments, wide = segments_of((0, 18, 0, 0)), torch.tensor([[2.0, -9.0], [0.5, 9.0]], device=DEVICE)
+    for want, got in zip(*(run("triton", [*leaves, x.detach().requires_grad_()], segments, upstream) for x in
+                           (wide[:, 0].contiguous(), wide[:, 0])), strict=True):  # fmt: skip
+        assert torch.equal(want, got)
+    with use_impl("triton"), pytest.raises(ValueError, match="create_graph: got True, need False"):
+        torch.autograd.grad(packed_attention(*leaves, segments, SCALE).sum(), leaves[0], create_graph=True)
+
+
+def test_each_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
+    seen, device_of = [], torch.cuda.device_of
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: seen.append(x.device.type) or device_of(x))
+    leaves, upstream = inputs(3, (1, 1, 8, 8), torch.float32)
+    run("triton", leaves, segments_of((0, 3, 0, 0)), upstream)
+    assert seen == [DEVICE] * 3
 
 
 def test_plan_meets_every_pair_once():

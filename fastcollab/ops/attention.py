@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastcollab.config import require
-from fastcollab.ops.dispatch import choose, fake
+from fastcollab.ops.dispatch import choose, fake, refuse_create_graph
 from fastcollab.reference import packed
 from fastcollab.reference.packed import Segments
 
@@ -33,6 +33,7 @@ def paged_attention(
     q, k, v may be strided views with unit stride in the last dimension. native: float32 and bfloat16, computed in fp32;
     a row's result has the same bits alone, in any batch and however its tokens are split over calls.
     """
+    sinks = None if sinks is None else sinks.contiguous()
     run = choose("paged_attention", q.device, q.dtype, k_pool.dtype)[1].paged_attention
     return run(q, k, v, k_pool, v_pool, slot_mapping, block_table, q_indptr, kv_len, scale, window, softcap, sinks)
 
@@ -56,6 +57,7 @@ def packed_attention(
     if impl == "reference":
         return where.packed_attention(q, k, v, segments, scale, window, softcap, sinks)
     packed.check(q, k, v, segments, sinks)
+    sinks = None if sinks is None else sinks.contiguous()
     return _PackedAttention.apply(q, k, v, sinks, where, segments, scale, window, softcap)
 
 
@@ -68,8 +70,8 @@ class _PackedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
+        refuse_create_graph()
         *saved, sinks = ctx.saved_tensors
         dq, dk, dv, dsinks = ctx.where.packed_attention_backward(grad, *saved, *ctx.settings, sinks)
         return dq, dk, dv, None if sinks is None else dsinks, *[None] * 5

@@ -2,7 +2,8 @@
 
 On CPU native comes first, on CUDA triton, then native; the reference takes what is left. The choice depends only on the
 operator, the device and the dtypes. ``FASTCOLLAB_IMPL=reference|native|triton`` or ``with use_impl("reference")``
-forces one, and a forced one that is absent raises. :func:`impl_report` says who computes what, and why not another.
+forces one for the operators that have it anywhere, and where it is absent there it raises; those that never had it keep
+their automatic choice. :func:`impl_report` says who computes what, and why not another.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ class Op(NamedTuple):
     reference: ModuleType
     functions: tuple[str, ...]
     any_dtype: bool = False  # else native takes float32 and bfloat16, triton float16 as well
+    native: bool = True  # whether a native version was written, for any device
 
 
 OPS: dict[str, Op] = {
     "paged_attention": Op(attention, ("paged_attention",)),
     "copy_blocks": Op(attention, ("copy_blocks",), any_dtype=True),
     "sample": Op(sampling, ("sample",)),
-    "packed_attention": Op(packed, ("packed_attention_forward", "packed_attention_backward")),
+    "packed_attention": Op(packed, ("packed_attention_forward", "packed_attention_backward"), native=False),
     "linear_logprob": Op(head, ("linear_logprob_forward", "linear_logprob_backward")),
     "linear_policy_loss": Op(head, ("linear_policy_loss_forward",)),
     "policy_loss": Op(losses, ("policy_loss_forward",)),
@@ -84,7 +86,7 @@ require(_forced is None or _forced in IMPLS, "FASTCOLLAB_IMPL", _forced, " or ".
 
 @contextmanager
 def use_impl(name: str) -> Iterator[None]:
-    """Force one implementation of every operator inside the block: "reference", "native" or "triton"."""
+    """Force "reference", "native" or "triton" inside the block, for every operator that has it anywhere."""
     global _forced
     require(name in IMPLS, "impl", name, " or ".join(IMPLS))
     before, _forced = _forced, name
@@ -101,7 +103,9 @@ def choose(op: str, device: torch.device, *dtypes: torch.dtype) -> tuple[str, An
 
 @lru_cache(maxsize=256)
 def _choose(op: str, device: str, dtypes: tuple[torch.dtype, ...], forced: str | None) -> tuple[str, Any]:
-    order = (forced,) if forced else ("triton", "native", "reference") if device == "cuda" else ("native", "reference")
+    order = ("triton", "native", "reference") if device == "cuda" else ("native", "reference")
+    if forced and written(forced, op):
+        order = (forced,)
     reasons = [(impl, absent(impl, op, device, dtypes)) for impl in order]
     impl = next((impl for impl, reason in reasons if reason is None), None)
     if impl is None:
@@ -109,6 +113,13 @@ def _choose(op: str, device: str, dtypes: tuple[torch.dtype, ...], forced: str |
     if impl == "native":
         return impl, NATIVE[op][1]
     return impl, OPS[op].reference if impl == "reference" else importlib.import_module(f"fastcollab.kernels.{op}")
+
+
+def written(impl: str, op: str) -> bool:
+    """Whether ``op`` has this implementation at all, were it built, installed and given its device or not."""
+    if impl == "triton":
+        return importlib.util.find_spec(f"fastcollab.kernels.{op}") is not None
+    return impl == "reference" or OPS[op].native
 
 
 def absent(impl: str, op: str, device: str, dtypes: tuple[torch.dtype, ...]) -> str | None:
@@ -123,7 +134,7 @@ def absent(impl: str, op: str, device: str, dtypes: tuple[torch.dtype, ...]) -> 
     else:
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
-        if importlib.util.find_spec(f"fastcollab.kernels.{op}") is None:
+        if not written(impl, op):
             return f"fastcollab.kernels has no {op}"
         if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             return f"triton does not run on {device}"
@@ -133,16 +144,24 @@ def absent(impl: str, op: str, device: str, dtypes: tuple[torch.dtype, ...]) -> 
 
 
 def impl_report() -> dict[str, object]:
-    """What is forced, why native and triton are absent (None: present), and who computes each operator in fp32."""
+    """What is forced and for which operators it does not exist ("unforced"), why native and triton are absent (None:
+    present), and who computes each operator in fp32."""
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    report: dict[str, object] = {"forced": _forced, "native": NATIVE_ABSENT}
+    unforced = [op for op in OPS if _forced and not written(_forced, op)]
+    report: dict[str, object] = {"forced": _forced, "unforced": unforced, "native": NATIVE_ABSENT}
     report["triton"] = None if importlib.util.find_spec("triton") else "triton is not installed"
     for op in OPS:
         report[op] = {}
         for device in devices:
-            reason = _forced and absent(_forced, op, device, (torch.float32,))
+            reason = _forced and op not in unforced and absent(_forced, op, device, (torch.float32,))
             report[op][device] = f"none: {reason}" if reason else _choose(op, device, (torch.float32,), _forced)[0]
     return report
+
+
+def refuse_create_graph() -> None:
+    """To be called in a backward that cannot itself be differentiated: else a second derivative would be silently 0."""
+    need = "False: the gradient's own gradient is not known; plain torch operations have it"
+    require(not torch.is_grad_enabled(), "create_graph", True, need)
 
 
 def fake(function: str):

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastcollab.config import require
-from fastcollab.ops.dispatch import choose, fake
-from fastcollab.ops.losses import FORMS, KLS, POLICY_SUMS
+from fastcollab.ops.dispatch import choose, fake, refuse_create_graph
+from fastcollab.ops.losses import FORMS, KLS, POLICY_SUMS, plain
 from fastcollab.reference import head as reference
 from fastcollab.reference import losses
 from fastcollab.reference.head import Scores
@@ -38,7 +37,7 @@ def linear_logprob(
         return run.linear_logprob(h, weight, bias, target, temperature, softcap, entropy)
     reference.check(h, weight, bias, target, temperature, softcap)
     logprob, ent = _LinearLogprob.apply(
-        run, _rows(h), _rows(weight), bias, target, float(temperature), softcap or 0.0, entropy
+        run, _rows(h), _rows(weight), _vector(bias), target, float(temperature), softcap or 0.0, entropy
     )
     return logprob, ent if entropy else None
 
@@ -59,10 +58,10 @@ def linear_scores(
         return run.linear_scores(h, weight, bias, target, second, temperature, softcap)
     for ids in (target,) if second is None else (target, second):
         reference.check(h, weight, bias, ids, temperature, softcap)
-    second = None if second is None else second.contiguous()
     logprob, _, entropy, other, top1 = run.linear_logprob_forward(
-        _rows(h), _rows(weight), bias, target.contiguous(), second, float(temperature), softcap or 0.0, True, True
-    )
+        _rows(h), _rows(weight), _vector(bias), target.contiguous(), _vector(second), float(temperature),
+        softcap or 0.0, True, True,
+    )  # fmt: skip
     return Scores(logprob, entropy, None if second is None else other, top1)
 
 
@@ -119,10 +118,10 @@ def linear_policy_loss(
     n = _divisor(aggregation, max_length, denominator, mask, segment_ids, len(advantage))
     needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (h, weight, bias)]
     loss, sums = _LinearPolicyLoss.apply(
-        run, needed, n, _rows(h), _rows(weight), bias,
-        target.contiguous(), float(temperature), softcap or 0.0, entropy, _floats(old_logprob), _floats(ref_logprob),
-        _floats(advantage), mask.contiguous(), segment_ids.contiguous(), clip_low, clip_high, dual_clip or 0.0,
-        FORMS[form], aggregation == "sequence-mean", beta, KLS[kl],
+        run, needed, n, _rows(h), _rows(weight), _vector(bias), target.contiguous(), float(temperature), softcap or 0.0,
+        entropy, plain(old_logprob), plain(ref_logprob), plain(advantage), plain(mask, torch.bool),
+        plain(segment_ids, torch.int64), clip_low, clip_high, dual_clip or 0.0, FORMS[form],
+        aggregation == "sequence-mean", beta, KLS[kl],
     )  # fmt: skip
     left_out = {"loss"} | (set() if dual_clip is not None and form == "clip" else {"token_sum/clip_ratio/dual_mean"})
     left_out |= (set() if ref_logprob is not None else {"token_sum/kl"}) | (set() if entropy else {"token_sum/entropy"})
@@ -142,8 +141,8 @@ class _LinearLogprob(torch.autograd.Function):
         return logprob, ent
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, g_logprob, g_entropy):
+        refuse_create_graph()
         h, weight, bias, target, lse, ent = ctx.saved_tensors
         upstream = g_logprob.contiguous(), g_entropy.contiguous() if ctx.entropy else None
         needed = ctx.needs_input_grad[1:4]
@@ -165,8 +164,8 @@ class _LinearPolicyLoss(torch.autograd.Function):
         return (sums[0] / n).float(), sums
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, upstream, _):
+        refuse_create_graph()
         grads = ctx.saved_tensors
         if float(upstream) != 1:
             grads = [None if g is None else g * upstream for g in grads]
@@ -182,8 +181,8 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-def _floats(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach().to(torch.float32).contiguous()
+def _vector(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def _divisor(

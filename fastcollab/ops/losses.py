@@ -50,7 +50,7 @@ def _run(op: str, *log_probs: Tensor | None) -> Any:
     return None if impl == "reference" else where
 
 
-def _plain(x: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
+def plain(x: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
     """x detached, contiguous and of this dtype; mostly it is, and asking is cheaper than converting."""
     if x is None:
         return None
@@ -94,8 +94,8 @@ def policy_loss(
     named = {"logprob": logprob, "old_logprob": old_logprob, "ref_logprob": ref_logprob}
     reference.check_shapes(named, advantage, mask, segment_ids)
     sums, grad = run.policy_loss_forward(
-        _plain(logprob), _plain(old_logprob), _plain(ref_logprob), _plain(advantage), _plain(mask, torch.bool),
-        _plain(segment_ids, torch.int64), clip_low, clip_high, dual_clip or 0.0, FORMS[form], RATIOS[ratio],
+        plain(logprob), plain(old_logprob), plain(ref_logprob), plain(advantage), plain(mask, torch.bool),
+        plain(segment_ids, torch.int64), clip_low, clip_high, dual_clip or 0.0, FORMS[form], RATIOS[ratio],
         aggregation == "sequence-mean", beta, KLS[kl],
     )  # fmt: skip
     metrics = dict(zip(POLICY_SUMS, sums.unbind(), strict=True))
@@ -132,7 +132,7 @@ def advantage_regression(
     norm = reference.check_regression(beta, length_norm, max_length)
     reference.check_shapes({"logprob": logprob, "anchor": anchor}, advantage, mask, segment_ids)
     sums, grad = run.advantage_regression_forward(
-        _plain(logprob), _plain(anchor), _plain(advantage), _plain(mask, torch.bool), _plain(segment_ids, torch.int64),
+        plain(logprob), plain(anchor), plain(advantage), plain(mask, torch.bool), plain(segment_ids, torch.int64),
         beta, NORMS[norm], max_length or 0, float("-inf") if floor is None else floor,
     )  # fmt: skip
     metrics = dict(zip(REGRESSION_SUMS, sums.unbind(), strict=True))
