@@ -179,3 +179,54 @@ class TandemConfig(TrainConfig):
         require(counts_tokens, "denominator", f"'response' with loss_type {self.loss_type!r}", "loss_type 'dapo'")
         default = (self.p, self.max_gap) == (0.5, 32)
         require(self.schedule is None or default, "p, max_gap", (self.p, self.max_gap), "none beside a schedule")
+
+
+@dataclass(frozen=True)
+class CoRLConfig(TrainConfig):
+    """Independent models, each rewarded by agreeing with a peer's majority answer; no label anywhere."""
+
+    scale_rewards: str | bool = "group"
+    labels: Any = None  # a name (pair, ring, majority, union, weighted, soft, self, ema, views, random, …) or an object
+    label_options: dict | None = None  # of the named provider: order, gamma, margin, guard, inner
+    num_votes: int | None = None  # rollouts that vote, >= num_generations; None: as many as are trained
+    tie: str = "abstain"  # abstain | peer_assist | logprob | first (in rollout order)
+    min_votes: int = 2  # the majority needs at least this many
+    vote_threshold: float = 0.0  # and this share
+    vote_denominator: str = "votes"  # of all votes, or "parsed": of those with an answer
+    truncated_votes: bool = True  # whether a rollout cut off by length may vote
+    grader: Any = "math"  # math | choice | number | text, or a function from response to a hashable answer (None: none)
+    views: dict | None = None  # model -> column that it reads the question from; default "prompt"
+    denominator: str = "active"  # tokens that the loss is averaged over: active (of groups with signal) | all
+    ema: tuple[float, ...] = (0.99, 0.9999)  # labels="ema": how slowly the teacher follows, at the start and the end
+    alarms: bool = True  # a model that collapses stops being updated and goes on voting
+    gold_column: str = "answer"  # taken out of the training data; seen by labels="gold" and by monitors only
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        G, V = self.num_generations, self.num_votes
+        require(V is None or V >= G, "num_votes", V, f"None or >= {G}, num_generations")
+        require(self.on_policy, "num_iterations, steps_per_generation", "more than 1", "1, 1 for method 'corl'")
+        require(
+            self.tie in ("abstain", "peer_assist", "logprob", "first"),
+            "tie",
+            self.tie,
+            "abstain, peer_assist, logprob or first",
+        )
+        require(self.min_votes >= 1, "min_votes", self.min_votes, ">= 1")
+        require(0 <= self.vote_threshold <= 1, "vote_threshold", self.vote_threshold, "in [0, 1]")
+        require(
+            self.vote_denominator in ("votes", "parsed"), "vote_denominator", self.vote_denominator, "votes or parsed"
+        )
+        require(self.denominator in ("active", "all"), "denominator", self.denominator, "active or all")
+        require(
+            self.denominator == "all" or self.beta == 0,
+            "denominator",
+            "'active' with beta > 0",
+            "'all': the KL term of groups without signal stays",
+        )
+
+    @property
+    def vote(self) -> dict[str, Any]:
+        """The options of ``ballots.tally``."""
+        names = {"threshold": self.vote_threshold, "denominator": self.vote_denominator}
+        return {"tie": self.tie, "min_votes": self.min_votes, **names}

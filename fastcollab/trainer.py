@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from fastcollab.advantages import group_advantages
 from fastcollab.callbacks import Callbacks
 from fastcollab.checkpoint import checkpoints, find_checkpoint, load_checkpoint, prune, save_checkpoint, save_model
+from fastcollab.cohort import Cohort
 from fastcollab.config import TrainConfig, require
 from fastcollab.data import Cursor, load_dataset
 from fastcollab.engine import Engine, load_models
@@ -27,23 +27,14 @@ from fastcollab.packing import Item
 from fastcollab.progress import Progress
 from fastcollab.rewards import RewardFunctions
 from fastcollab.schedules import Solo
-from fastcollab.types import Rollout
-
-
-@dataclass
-class TrainResult:
-    """What ``train`` returns: the models (``PreTrainedModel``), and the rows that metrics.jsonl holds."""
-
-    models: dict[str, Any]
-    log_history: list[dict[str, Any]] = field(default_factory=list)
-    output_dir: str = ""
+from fastcollab.types import Rollout, TrainResult
 
 
 def train(
     method: str,
     models: dict[str, Any],
     train_dataset: Any,
-    reward_funcs: Callable | Sequence[Callable],
+    reward_funcs: Callable | Sequence[Callable] | None = None,
     args: TrainConfig | None = None,
     *,
     peft_config: Any = None,
@@ -52,14 +43,21 @@ def train(
     callbacks: Sequence[Any] = (),
     resume_from_checkpoint: bool | str | Path = False,
 ) -> TrainResult:
-    """Train by ``method`` ("grpo" or "tandem"); the models by role: {"policy"} or {"senior", "junior"}.
+    """Train by ``method``; the models by role: "grpo" {"policy"}, "tandem" {"senior", "junior"}, "corl" any two or more.
 
     A model is a path or a ``PreTrainedModel``; with ``peft_config`` the trained one becomes a LoRA model and the junior
     may be ``"base"``, the same weights with the adapter off. Datasets: list of dicts, JSONL path or
     ``datasets.Dataset`` with column ``prompt``. Writes ``metrics.jsonl`` (a row per optimiser step) and the trained
     model as a Hugging Face folder to ``args.output_dir``; with ``args.save_steps`` checkpoints too, and
-    ``resume_from_checkpoint`` (True: the newest) continues one, on CPU bit for bit.
+    ``resume_from_checkpoint`` (True: the newest) continues one, on CPU bit for bit. "corl" takes no ``reward_funcs``:
+    its rewards are the peers' answers; ``processing_class`` may then be a dict of model to tokenizer.
     """
+    if method == "corl":
+        require(reward_funcs is None, "reward_funcs", reward_funcs, "none for method 'corl': peers' answers reward")
+        cohort = Cohort(models, train_dataset, args, peft_config, processing_class, eval_dataset, callbacks)
+        return cohort.run(resume_from_checkpoint)
+    require(method in METHODS, "method", method, " or ".join([*METHODS, "corl"]))
+    require(reward_funcs is not None, "reward_funcs", None, f"a function or a list of them for method {method!r}")
     parts = (peft_config, processing_class, eval_dataset, callbacks)
     return Trainer(method, models, train_dataset, reward_funcs, args, *parts).run(resume_from_checkpoint)
 
@@ -70,7 +68,6 @@ class Trainer:
     def __init__(
         self, method, models, train_dataset, reward_funcs, args, peft_config, processing_class, eval_dataset, callbacks
     ) -> None:
-        require(method in METHODS, "method", method, " or ".join(METHODS))
         self.args = args = METHODS[method].config() if args is None else args
         config = METHODS[method].config
         require(isinstance(args, config), "args", type(args).__name__, f"{config.__name__} for method {method!r}")
@@ -288,14 +285,13 @@ class Trainer:
         """A checkpoint between two rollout batches; the KV cache starts cold here, in this run as in a resumed one."""
         self.engine.forget()
         state = {"cursor": self.cursor.state_dict()}
-        learner = self.learner
-        parts = (self.policy, self.engine.tokenizer, learner.optimizer, learner.lr_schedule)
-        save_checkpoint(out, self.step, *parts, state, self.args.to_dict())
+        name = self.method.policy
+        save_checkpoint(out, self.step, {name: self.learner}, {name: self.engine.tokenizer}, state, self.args.to_dict())
         prune(out, self.args.save_total_limit)
 
     def resume(self, folder: Path, out: Path) -> None:
         """Continue from a checkpoint; rows of metrics.jsonl beyond it are dropped."""
-        state = load_checkpoint(folder, self.policy, self.learner.optimizer, self.learner.lr_schedule)
+        state = load_checkpoint(folder, {self.method.policy: self.learner})
         self.cursor.load_state_dict(state["cursor"])
         self.step = state["step"]
         metrics = out / "metrics.jsonl"
