@@ -59,7 +59,7 @@ def save_checkpoint(
     args: dict,
     frozen: Mapping[str, Model] | None = None,
 ) -> Path:
-    """Write ``root/checkpoint-<step>``; ``state`` and ``args`` are JSON-ready, ``frozen`` are models without optimiser."""
+    """Write ``root/checkpoint-<step>``; ``state`` and ``args`` are JSON-ready, ``frozen`` models have no optimiser."""
     folder = root / f"checkpoint-{step}"
     part = root / f"checkpoint-{step}.part"
     shutil.rmtree(part, ignore_errors=True)

@@ -6,12 +6,13 @@ import copy
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 
-from fastcollab import grading
+from fastcollab import grading, parity
 from fastcollab.ballots import Ballot
 from fastcollab.config import CoRLConfig
 from fastcollab.engine import Engine
@@ -24,7 +25,12 @@ Row = Mapping[str, Any]
 
 
 def make_grader(grader: str | Callable[[str], Hashable | None]) -> Callable[[str], str | None]:
-    """Response text -> key of its answer as text, or None: by kind ("math", "choice", …) or by a user's function."""
+    """Response text -> key of its answer as text, or None.
+
+    By kind ("math", "choice", "number", "text"), as the published code does ("corl-ff476f0"), or by a user's function.
+    """
+    if grader == parity.NAME:
+        return parity.answer
 
     def by_kind(text: str) -> Hashable | None:
         answer = grading.extract(text)
@@ -39,35 +45,50 @@ def make_grader(grader: str | Callable[[str], Hashable | None]) -> Callable[[str
     return grade
 
 
+def gold_key(answer: Any, grader: str | Callable[[str], Hashable | None]) -> str | None:
+    """The key of a right answer as the data hold it: bare, or boxed."""
+    if callable(grader) or grader == parity.NAME:
+        return make_grader(grader)(str(answer)) or (repr(answer) if callable(grader) else str(answer))
+    key = grading.key(grading.extract(str(answer)) or str(answer), grader)
+    return None if key is None else repr(key)
+
+
 @dataclass
 class Voter:
-    """``name`` is the model's, with "@ema" or "@<view>" behind it where the model has a second voice."""
+    """Who answers: ``name`` is its model's, with "@ema" or "@<view>" behind it where the model has a second voice.
+
+    After ``answer``, ``rollouts`` holds what was written, prompt-major, and ``keys`` the answer of each (None: none).
+    """
 
     name: str
     model: Model
     engine: Engine
     view: str  # column of the dataset
+    salt: str = ""  # other draws under the same seed
+    version: int = 0  # of the weights: how often they were updated in this run
     rollouts: Sequence[Rollout] = ()
     keys: Sequence[str | None] = ()
+    grading_s: float = 0.0
 
-    def answer(self, rows: Sequence[Row], uids: Sequence[str], step: int, n: int, args: CoRLConfig) -> None:
+    def answer(self, rows: Sequence[Row], step: int, n: int, args: CoRLConfig) -> None:
         """Write ``n`` rollouts to each question and read their answers. The draws are this voter's own."""
-        grade = make_grader(args.grader)
         self.engine.reset_stats()
         self.rollouts = self.engine.generate(
             [row[self.view] for row in rows],
             n=n,
             schedule=Solo(self.engine.names[0]),
             sampling=args.sampling,
-            seed=content_uid(f"{args.seed} {self.name}"),
+            seed=content_uid(f"{args.seed} {self.name} {self.salt}"),
             step=step,
-            uids=list(uids),
+            uids=[row["uid"] for row in rows],
             chat_template_kwargs=args.chat_template_kwargs,
             skip_special_tokens=args.skip_special_tokens,
         )
+        started, grade = perf_counter(), make_grader(args.grader)
         self.keys = [
             None if r.finish == "length" and not args.truncated_votes else grade(self.text(r)) for r in self.rollouts
         ]
+        self.grading_s = perf_counter() - started
 
     @staticmethod
     def text(rollout: Rollout) -> str:
@@ -77,28 +98,28 @@ class Voter:
         own = slice(group * n, (group + 1) * n)
         rollouts = self.rollouts[own]
         logprobs = tuple(float(np.mean(r.logprob)) if len(r.logprob) else -math.inf for r in rollouts)
-        keys, version = tuple(self.keys[own]), rollouts[0].policy_version
-        return Ballot(run, step, uid, self.name, self.view, version, keys, logprobs)
+        return Ballot(run, step, uid, self.name, self.view, self.version, tuple(self.keys[own]), logprobs)
 
 
 class EMA:
     """A copy of a model that follows it slowly: teacher <- alpha teacher + (1 - alpha) model (Co-rewarding-II, eq. 11).
 
-    alpha rises from ``start`` to ``end`` along half a cosine over ``total_steps``.
+    alpha rises from ``start`` to ``end`` along half a cosine over the run.
     """
 
-    def __init__(self, model: Model, start: float, end: float, total_steps: int) -> None:
-        self.source, self.start, self.end, self.total_steps = model, start, end, total_steps
+    def __init__(self, model: Model, start: float, end: float) -> None:
+        self.source, self.start, self.end = model, start, end
         module = copy.deepcopy(model.peft or model.module).requires_grad_(False).eval()
         self.model = Model(f"{model.name}@ema", module, tokenizer=model.tokenizer)
 
-    def alpha(self, step: int) -> float:
-        return self.end - (self.end - self.start) * (1 + math.cos(math.pi * step / self.total_steps)) / 2
+    def alpha(self, part: float) -> float:
+        """The teacher's share at a part of the run, from 0 to 1."""
+        return self.end - (self.end - self.start) * (1 + math.cos(math.pi * part)) / 2
 
     @torch.no_grad()
-    def follow(self, step: int) -> None:
-        """Move towards the model as it is after optimiser step ``step`` (from 1)."""
-        alpha = self.alpha(step)
+    def follow(self, part: float) -> None:
+        """Move towards the model's present weights."""
+        alpha = self.alpha(part)
         for own, new in zip(_weights(self.model), _weights(self.source), strict=True):
             own.lerp_(new, 1 - alpha)
         self.model.bump()
