@@ -5,7 +5,8 @@
 Each model is trained from nothing on worked additions and subtractions, and has one rule wrong, as school children have
 (Brown and Burton 1978): "a" forgets the carry, "b" takes the smaller digit from the larger instead of borrowing, "c"
 carries where there is nothing to carry, "a2" is as "a". A misconception shows in WRONG of the texts that it touches: on
-such questions a model's majority is wrong, always in the same way, and right answers are there to be found. Then they train on questions alone, by different kinds of label. Writes DIR/corl_arithmetic.json and .html.
+such questions a model's majority is wrong, always in the same way, and right answers are there to be found. Then they
+train on questions alone, by different kinds of label. Writes DIR/corl_arithmetic.json and DIR/corl_arithmetic.html.
 """
 
 from __future__ import annotations
