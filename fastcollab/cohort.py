@@ -65,7 +65,8 @@ class Cohort:
         self.labels = self._labels()
         self.views, self.students = self._views()
         self.rows = without_gaps(self.rows, set(self.views.values()), args.drop_missing)
-        ready = {name: trainable(name, models[name], peft_config, args) for name in self.names}
+        adapters = peft_config if isinstance(peft_config, Mapping) else dict.fromkeys(self.names, peft_config)
+        ready = {name: trainable(name, models[name], adapters.get(name), args) for name in self.names}
         self.models = load_models(ready, args.device, args.model_init_kwargs)
         self.teachers = {n: EMA(self.models[_model(n)], *args.ema) for n in self.views if n.endswith("@ema")}
         self.voters = self._voters(tokenizers)

@@ -50,7 +50,7 @@ def train(
     ``datasets.Dataset`` with column ``prompt``. Writes ``metrics.jsonl`` (a row per optimiser step) and the trained
     model as a Hugging Face folder to ``args.output_dir``; with ``args.save_steps`` checkpoints too, and
     ``resume_from_checkpoint`` (True: the newest) continues one, on CPU bit for bit. "corl" takes no ``reward_funcs``:
-    its rewards are the peers' answers; ``processing_class`` may then be a dict of model to tokenizer.
+    its rewards are the peers' answers; ``processing_class`` and ``peft_config`` may then be dicts by model.
     """
     if method == "corl":
         require(reward_funcs is None, "reward_funcs", reward_funcs, "none for method 'corl': peers' answers reward")
