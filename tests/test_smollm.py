@@ -49,14 +49,16 @@ def test_smollm_learns_beside_another_family(tmp_path):
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     letters = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="<end>")
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=257, n_positions=128, n_embd=64, n_layer=2, n_head=4, bos_token_id=256, eos_token_id=256)
+    config = GPT2Config(
+        vocab_size=257, n_positions=128, n_embd=64, n_layer=2, n_head=4, bos_token_id=256, eos_token_id=256
+    )
     rows = [{"uid": row["answer"], **row} for row in capitals.ROWS]
     args = fc.CoRLConfig(str(tmp_path), prompts_per_step=6, max_completion_length=8, max_steps=2, learning_rate=2e-4,
-                         labels="soft", grader=lambda text: text.split()[0] if text.split() else None)  # fmt: skip
+                         labels="peer_likelihood", grader=lambda text: text.split()[0] if text.split() else None)  # fmt: skip
     result = fc.train("corl", {"smollm": str(capitals.convert()), "bytes": GPT2LMHeadModel(config).eval()}, rows,
                       args=args, processing_class={"bytes": letters},
                       peft_config={"smollm": LoraConfig(r=8, target_modules=["q_proj", "v_proj"])})  # fmt: skip
     assert len(result.log_history) == 2 and all(row["bytes/label_rate"] == 1 for row in result.log_history)
-    assert any(row["smollm/grad_norm"] > 0 or row["bytes/grad_norm"] > 0 for row in result.log_history)
+    assert all(row[f"{name}/grad_norm"] > 0 for row in result.log_history for name in ("smollm", "bytes"))
     assert 0.1 < result.log_history[0]["smollm/vote_acc"] <= 1  # "The capital of France is" says Paris, often enough
     assert (tmp_path / "smollm" / "adapter_model.safetensors").exists() and (tmp_path / "bytes/config.json").exists()
