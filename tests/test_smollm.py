@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -54,7 +55,8 @@ def test_smollm_learns_beside_another_family(tmp_path):
     )
     rows = [{"uid": row["answer"], **row} for row in capitals.ROWS]
     args = fc.CoRLConfig(str(tmp_path), prompts_per_step=6, max_completion_length=8, max_steps=2, learning_rate=2e-4,
-                         labels="peer_likelihood", grader=lambda text: text.split()[0] if text.split() else None)  # fmt: skip
+                         labels="peer_likelihood", alarms=False,
+                         grader=lambda text: next(iter(re.findall(r"\w+", text)), None))  # fmt: skip
     result = fc.train("corl", {"smollm": str(capitals.convert()), "bytes": GPT2LMHeadModel(config).eval()}, rows,
                       args=args, processing_class={"bytes": letters},
                       peft_config={"smollm": LoraConfig(r=8, target_modules=["q_proj", "v_proj"])})  # fmt: skip
