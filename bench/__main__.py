@@ -1,4 +1,4 @@
-"""The command: ``python -m fastcollab.bench [ops|rollout|handoff|kernels|all]``; all: the three that measure."""
+"""The command: ``python -m fastcollab.bench [ops|rollout|handoff|corl|kernels|all]``; all: those that measure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
-from fastcollab.bench import handoff, harness, kernels, ops, rollout
+from fastcollab.bench import corl, handoff, harness, kernels, ops, rollout
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fastcollab.bench", description="Claims, beside their baselines.")
-    parser.add_argument("what", nargs="?", default="all", choices=["ops", "rollout", "handoff", "kernels", "all"])
+    what = ["ops", "rollout", "handoff", "corl", "kernels", "all"]
+    parser.add_argument("what", nargs="?", default="all", choices=what)
     parser.add_argument("--out", type=Path, help="JSON file; default: bench/results/<device>.json (or kernels.json)")
     parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer batches")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
@@ -24,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     path = args.out or harness.default_path(args.device)
     if args.what in ("ops", "all"):
         ops.run(path, args.quick, args.device, args.only)
-    for name, bench in (("rollout", rollout), ("handoff", handoff)):
+    for name, bench in (("rollout", rollout), ("handoff", handoff), ("corl", corl)):
         if args.what in (name, "all"):
             bench.run(path, args.quick, args.device)
     print(f"\nwritten to {path}")

@@ -9,11 +9,12 @@ __version__ = "0.1.0"
 _HOME = {
     "Engine": "engine",
     "train": "trainer",
-    "TrainResult": "trainer",
+    "TrainResult": "types",
     "SamplingParams": "config",
     "TrainConfig": "config",
     "GRPOConfig": "config",
     "TandemConfig": "config",
+    "CoRLConfig": "config",
     "Rollout": "types",
     "Solo": "schedules",
     "Word": "schedules",
@@ -27,7 +28,7 @@ _HOME = {
     "legibility": "evaluation",
     "pass_at_k": "evaluation",
 }
-_MODULES = ("ops", "losses", "tiny", "kernels", "bench", "report")
+_MODULES = ("grading", "ops", "losses", "tiny", "kernels", "bench", "report")
 __all__ = sorted(_HOME)
 
 

@@ -74,6 +74,20 @@ def group_advantages(
     return advantage.float(), metrics
 
 
+def bnpo_weights(tokens: Sequence[int] | Tensor, rows: int) -> Tensor:
+    """fp64 [N]: what advantages are multiplied by so that a mean over all tokens becomes TRL's "bnpo".
+
+    That is the mean over micro-batches of ``rows`` rollouts, in order, of each one's mean over tokens. The loss is
+    homogeneous in the advantage, clipped or not, so a positive factor weighs a rollout. ``tokens`` [N] are the
+    rollouts' numbers of tokens in the loss. Source: corl spec 2.2.
+    """
+    require(rows >= 1, "rows", rows, ">= 1")
+    tokens = torch.as_tensor(tokens, dtype=torch.float64)
+    batch = torch.arange(len(tokens)) // rows
+    each = torch.zeros(int(batch[-1]) + 1 if len(batch) else 0, dtype=torch.float64).index_add_(0, batch, tokens)
+    return tokens.sum() / (len(each) * each.clamp(min=1))[batch]
+
+
 def _to_tensor(rewards: Rewards) -> Tensor:
     if isinstance(rewards, Tensor):
         return rewards.detach().double().cpu()

@@ -1,20 +1,29 @@
-"""Checkpoints: a folder per saved step, complete or absent, with a Hugging Face folder of the trained model inside.
+"""Checkpoints: a folder per saved step, complete or absent, with a Hugging Face folder of each saved model inside.
 
-``output_dir/checkpoint-<step>/``: ``<policy>/`` (``from_pretrained`` loads it), ``optimizer.pt`` (optimiser, learning
-rate), ``trainer_state.json`` (step, data cursor), ``args.json``, and an empty ``COMPLETE`` written last. Random numbers
-need no state: they are keyed by step and prompt.
+``output_dir/checkpoint-<step>/``: ``<model>/`` (``from_pretrained`` loads it), ``optimizer.pt`` (per trained model its
+optimiser and learning rate), ``trainer_state.json`` (step, data cursor), ``args.json``, and an empty ``COMPLETE``
+written last. Random numbers need no state: they are keyed by step and prompt.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from fastcollab.model import Model
+
+
+class Learner(Protocol):
+    """What is saved of a trained model."""
+
+    model: Model
+    optimizer: torch.optim.Optimizer
+    lr_schedule: torch.optim.lr_scheduler.LRScheduler
 
 
 def save_model(model: Model, tokenizer: Any, folder: Path) -> None:
@@ -42,15 +51,26 @@ def load_weights(model: Model, folder: Path) -> None:
 
 
 def save_checkpoint(
-    root: Path, step: int, model: Model, tokenizer: Any, optimizer, schedule, state: dict, args: dict
+    root: Path,
+    step: int,
+    learners: Mapping[str, Learner],
+    tokenizers: Mapping[str, Any],
+    state: dict,
+    args: dict,
+    frozen: Mapping[str, Model] | None = None,
 ) -> Path:
-    """Write ``root/checkpoint-<step>``; ``state`` and ``args`` are JSON-ready."""
+    """Write ``root/checkpoint-<step>``; ``state`` and ``args`` are JSON-ready, ``frozen`` models have no optimiser."""
     folder = root / f"checkpoint-{step}"
     part = root / f"checkpoint-{step}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    save_model(model, tokenizer, part / model.name)
-    torch.save({"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}, part / "optimizer.pt")
+    for name, model in {**{n: x.model for n, x in learners.items()}, **(frozen or {})}.items():
+        save_model(model, tokenizers.get(name), part / name)
+    optimisers = {
+        name: {"optimizer": x.optimizer.state_dict(), "schedule": x.lr_schedule.state_dict()}
+        for name, x in learners.items()
+    }
+    torch.save(optimisers, part / "optimizer.pt")
     (part / "trainer_state.json").write_text(json.dumps({"step": step} | state, indent=1))
     (part / "args.json").write_text(json.dumps(args, indent=1, default=str))
     (part / "COMPLETE").touch()
@@ -79,12 +99,18 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))
 
 
-def load_checkpoint(folder: Path, model: Model, optimizer, schedule) -> dict:
-    """Put weights, optimiser and learning rate back; returns ``trainer_state.json``."""
-    load_weights(model, folder / model.name)
-    saved = torch.load(folder / "optimizer.pt", weights_only=True, map_location=model.device)
-    optimizer.load_state_dict(saved["optimizer"])
-    schedule.load_state_dict(saved["schedule"])
+def load_checkpoint(folder: Path, learners: Mapping[str, Learner], frozen: Mapping[str, Model] | None = None) -> dict:
+    """Put weights, optimisers and learning rates back; returns ``trainer_state.json``."""
+    device = next(iter(learners.values())).model.device
+    saved = torch.load(folder / "optimizer.pt", weights_only=True, map_location=device)
+    if set(saved) != set(learners):
+        raise ValueError(f"checkpoint {folder}: got optimisers of {sorted(saved)}, need those of {sorted(learners)}")
+    for name, learner in learners.items():
+        load_weights(learner.model, folder / name)
+        learner.optimizer.load_state_dict(saved[name]["optimizer"])
+        learner.lr_schedule.load_state_dict(saved[name]["schedule"])
+    for name, model in (frozen or {}).items():
+        load_weights(model, folder / name)
     return json.loads((folder / "trainer_state.json").read_text())
 
 

@@ -142,7 +142,7 @@ def run_train(options: argparse.Namespace, rest: list[str]) -> int:
         run["method"],
         models,
         data,
-        funcs,
+        funcs or None,
         args,
         peft_config=peft_config,
         processing_class=tokenizer,

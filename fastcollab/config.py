@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 
 def require(ok: bool, name: str, got: Any, need: str) -> None:
@@ -44,6 +44,8 @@ class SamplingParams:
 @dataclass(frozen=True)
 class TrainConfig:
     """Settings that every method shares."""
+
+    loss_types: ClassVar[tuple[str, ...]] = ("dapo", "grpo", "dr_grpo", "cispo")
 
     output_dir: str = "out"  # metrics.jsonl, checkpoints and the final models
     prompts_per_step: int = 16  # prompts per optimiser step (not rows: no divisibility rule)
@@ -113,8 +115,7 @@ class TrainConfig:
         require(self.learning_rate >= 0, "learning_rate", self.learning_rate, ">= 0")
         require(0 < self.epsilon, "epsilon", self.epsilon, "> 0")
         require(self.beta >= 0, "beta", self.beta, ">= 0")
-        types = ("dapo", "grpo", "dr_grpo", "cispo")
-        require(self.loss_type in types, "loss_type", self.loss_type, " or ".join(types))
+        require(self.loss_type in self.loss_types, "loss_type", self.loss_type, " or ".join(self.loss_types))
         levels, level = ("token", "sequence"), self.importance_sampling_level
         require(level in levels, "importance_sampling_level", level, " or ".join(levels))
         require(self.delta is None or self.delta > 1, "delta", self.delta, "None or > 1")
@@ -179,3 +180,74 @@ class TandemConfig(TrainConfig):
         require(counts_tokens, "denominator", f"'response' with loss_type {self.loss_type!r}", "loss_type 'dapo'")
         default = (self.p, self.max_gap) == (0.5, 32)
         require(self.schedule is None or default, "p, max_gap", (self.p, self.max_gap), "none beside a schedule")
+
+
+PARITY = {  # what published code does where our defaults differ (corl spec 2.2, 2.3; parity.py)
+    "corl-ff476f0": {
+        "grader": "corl-ff476f0",
+        "tie": "first",
+        "min_votes": 1,
+        "vote_denominator": "parsed",
+        "unlabelled": "zero",
+        "denominator": "all",
+        "loss_type": "bnpo",
+    }
+}
+
+
+@dataclass(frozen=True)
+class CoRLConfig(TrainConfig):
+    """Independent models, each rewarded by agreeing with a peer's majority answer; no label anywhere."""
+
+    loss_types: ClassVar[tuple[str, ...]] = (*TrainConfig.loss_types, "bnpo")
+
+    labels: Any = None  # a name (labels.make_labels, confidence.KINDS) or an object; None: pair, ring for N > 2
+    label_options: dict | None = None  # of the named provider: order, gamma, margin, guard, inner
+    num_votes: int | None = None  # rollouts that vote, >= num_generations; None: as many as are trained
+    tie: str = "abstain"  # abstain | peer_assist | logprob | first (in rollout order)
+    min_votes: int = 2  # the majority needs at least this many
+    vote_threshold: float = 0.0  # and this share
+    vote_denominator: str = "votes"  # of all votes, or "parsed": of those with an answer
+    truncated_votes: bool = True  # whether a rollout cut off by length may vote
+    grader: Any = "math"  # math | choice | number | text, or a function from response to a hashable answer (None: none)
+    views: dict | None = None  # model -> column that it reads the question from; default "prompt"
+    drop_missing: bool = False  # leave out questions that a view lacks; else they are an error
+    unlabelled: str = "drop"  # prompts without a label: drop | zero (train as if every answer were wrong)
+    denominator: str = "active"  # tokens that the loss is averaged over: active (of groups with signal) | all
+    bnpo_rows: int = 1  # loss_type "bnpo": rollouts whose tokens share a mean (TRL's per-device batch)
+    ema: tuple[float, ...] = (0.99, 0.9999)  # labels="ema": how slowly the teacher follows, at the start and the end
+    alarms: bool = True  # a model that collapses stops being updated and goes on voting
+    gold_column: str = "answer"  # taken out of the training data; seen by labels="gold" and by monitors only
+    parity: str | None = None  # "corl-ff476f0": vote, grade and average as the published code does (PARITY)
+
+    def __post_init__(self) -> None:
+        require(self.parity is None or self.parity in PARITY, "parity", self.parity, " or ".join(["None", *PARITY]))
+        for name, value in PARITY.get(self.parity, {}).items():
+            object.__setattr__(self, name, value)
+        super().__post_init__()
+        G, V = self.num_generations, self.num_votes
+        require(V is None or V >= G, "num_votes", V, f"None or >= {G}, num_generations")
+        passes = (self.num_iterations, self.steps_per_generation)
+        require(self.on_policy, "num_iterations, steps_per_generation", passes, "1, 1 for method 'corl'")
+        for name, kinds in {
+            "tie": ("abstain", "peer_assist", "logprob", "first"),
+            "vote_denominator": ("votes", "parsed"),
+            "unlabelled": ("drop", "zero"),
+            "denominator": ("active", "all"),
+        }.items():
+            require(getattr(self, name) in kinds, name, getattr(self, name), " or ".join(kinds))
+        require(self.min_votes >= 1, "min_votes", self.min_votes, ">= 1")
+        require(0 <= self.vote_threshold <= 1, "vote_threshold", self.vote_threshold, "in [0, 1]")
+        require(self.bnpo_rows >= 1, "bnpo_rows", self.bnpo_rows, ">= 1")
+        ends = len(self.ema) == 2 and all(0 <= a <= 1 for a in self.ema)
+        require(ends, "ema", self.ema, "two numbers in [0, 1]")
+        if self.beta:
+            need = "'all' with beta > 0: the KL term of groups without signal stays"
+            require(self.denominator == "all", "denominator", self.denominator, need)
+            require(self.loss_type != "bnpo", "loss_type", "bnpo", "another with beta > 0")
+
+    @property
+    def vote(self) -> dict[str, Any]:
+        """The options of ``ballots.tally``."""
+        names = {"threshold": self.vote_threshold, "denominator": self.vote_denominator}
+        return {"tie": self.tie, "min_votes": self.min_votes, **names}

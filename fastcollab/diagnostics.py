@@ -41,7 +41,7 @@ def cohort_metrics(
         V = np.array([max(1, b.num_votes) for b in own])
         m = np.array([b.num_parsed for b in own])
         top, second = (np.array([c[k] for c in counts]) for k in (0, 1))
-        labelled = [labels[s, uid].scores is not None for uid in uids]
+        labelled = ~np.isnan(rewards[s]).all(1)  # paid at all: where there is a label, or without labels by a scalar
         r = rewards[s][labelled]
         row |= {
             f"{s}/{name}": float(value)
@@ -50,6 +50,7 @@ def cohort_metrics(
                 "majority_ratio": np.mean(top / V),
                 "majority_ratio_parsed": _mean((top / np.maximum(1, m))[m > 0]),
                 "margin": np.mean((top - second) / V),
+                "tie_rate": np.mean((top == second) & (top > 0)),
                 "distinct": np.mean([len(b.counts) for b in own]),
                 "answer_entropy": _mean([_entropy(_shares(b)) for b in own if b.counts]),
                 "label_rate": np.mean(labelled),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +16,27 @@ from fastcollab.model import Model
 from fastcollab.objective import batch_loss
 from fastcollab.optim import clip_grad_norm, make_optimizer, make_schedule
 from fastcollab.packing import Item, micro_batches
+from fastcollab.sampling import content_uid
 from fastcollab.scoring import rollout_logprobs
 from fastcollab.types import Rollout
+
+
+def trainable(name: str, source: Any, peft_config: Any, args: TrainConfig) -> Any:
+    """What is trained: a path is loaded in float32 unless told otherwise, a ``peft_config`` adds its adapter.
+
+    A new adapter's weights are drawn from the seed and the name: neither the order of the models nor what ran before
+    decides them.
+    """
+    if isinstance(source, (str, Path)) or peft_config is not None:
+        dtype = {} if peft_config is not None else {"dtype": torch.float32}
+        source = Model(name, source, device=args.device, init_kwargs=dtype | (args.model_init_kwargs or {}))
+    if peft_config is not None:
+        from peft import get_peft_model
+
+        with torch.random.fork_rng():
+            torch.manual_seed(content_uid(f"{args.seed} {name}") % 2**63)
+            source = Model(name, get_peft_model(source.module, peft_config), tokenizer=source.tokenizer)
+    return source
 
 
 class Learner:

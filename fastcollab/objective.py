@@ -13,7 +13,8 @@ from fastcollab.model import Model
 from fastcollab.packing import MicroBatch
 from fastcollab.scoring import batch_logprob, head_inputs
 
-AGGREGATION = {"dapo": "token-mean", "cispo": "token-mean", "grpo": "sequence-mean", "dr_grpo": "constant"}
+AGGREGATION = {"dapo": "token-mean", "cispo": "token-mean", "bnpo": "token-mean", "grpo": "sequence-mean",
+               "dr_grpo": "constant"}  # fmt: skip
 
 
 def settings(args: TrainConfig) -> dict[str, Any]:

@@ -32,12 +32,17 @@ class Panel(NamedTuple):
 
 REWARD = Panel("reward", "Mean reward of each step's rollouts")
 PANELS = (
+    Panel("accuracy", "Accuracy on held-out questions", "", (0.0, 1.0)),
     Panel("tandem/senior_token_frac", "Senior's share of the tokens", "", (0.0, 1.0)),
     Panel("grad_norm", "Gradient norm, before clipping", middle=median),
     Panel("reward_std", "Reward's deviation within a group"),
     Panel("handoff/latency_ms", "Hand-off latency, median per step", " ms", middle=median),
     Panel("completions/mean_length", "Length of the responses", " tokens"),
     Panel("tokens_per_s/rollout", "Rollout speed", " tokens/s"),
+    Panel("majority_ratio", "Votes for the majority's answer", "", (0.0, 1.0)),
+    Panel("answer_entropy", "Entropy of a question's answers", " nats"),
+    Panel("constancy", "Questions with the most frequent answer", "", (0.0, 1.0)),
+    Panel("label_acc", "Labels that are right (monitored)", "", (0.0, 1.0)),
 )
 
 
@@ -55,14 +60,14 @@ def write_report(
     ``settings``: name -> value. Raises ValueError for no run, or a table whose rows are not as wide as its header.
     """
     require(len(runs) > 0, "runs", dict(runs), "at least one")
-    samples = samples or {}
+    evaluations, runs, samples = _evaluations(runs), _by_model(runs), samples or {}
     steps = max((row.get("step", 0) for rows in runs.values() for row in rows), default=0)
     about = f"{' · '.join(runs)} · {steps:,} step{'s' * (steps != 1)}"
     sections = [
         _section("Results", _table(table) if table else ""),
         _section("Training", _charts(runs)),
         _section("Runs", _table(_overview(runs))),
-        _section("Evaluation", "".join(_table(t) for t in _evaluations(runs))),
+        _section("Evaluation", "".join(_table(t) for t in evaluations)),
         _section("Sample rollouts", _samples(samples)),
         _section("Settings", _settings(settings or {})),
     ]
@@ -166,6 +171,20 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 # -- figures
+
+
+def _by_model(runs: Mapping[str, Rows]) -> dict[str, Rows]:
+    """A run that trains several models (keys ``<model>/reward``) as one run for each of them; others as they are."""
+    result: dict[str, Rows] = {}
+    for name, rows in runs.items():
+        models = sorted({key.partition("/")[0] for row in rows for key in row if key.endswith("/reward")} - {"eval"})
+        for model in models:
+            shown = f"{name}: {model}" if len(runs) > 1 else model
+            result[shown] = [row | {k.removeprefix(f"{model}/"): v for k, v in row.items() if k.startswith(f"{model}/")}
+                             for row in rows]  # fmt: skip
+        if not models:
+            result[name] = rows
+    return result
 
 
 def _series(runs: Mapping[str, Rows], key: str) -> list[Series]:

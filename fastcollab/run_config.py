@@ -14,9 +14,10 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from fastcollab.config import TrainConfig, require
+from fastcollab.config import CoRLConfig, TrainConfig, require
 from fastcollab.methods import METHODS
 
+CONFIGS = {name: method.config for name, method in METHODS.items()} | {"corl": CoRLConfig}
 ROLES = (  # arguments of train, but for method, args and callbacks
     "models",
     "train_dataset",
@@ -38,23 +39,23 @@ def load_run(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in changes.items():
         _set(run, key, value)
     method = run.pop("method", None)
-    require(method in METHODS, "method", method, " or ".join(METHODS))
+    require(method in CONFIGS, "method", method, " or ".join(CONFIGS))
     nested = run.pop("args", None) or {}
     require(isinstance(nested, Mapping), "args", nested, "a mapping of settings")
     parts = {key: run.pop(key) for key in ROLES if run.get(key) is not None}
     twice = sorted(run.keys() & nested.keys())
     require(not twice, "config", twice, "each setting once, flat or under args")
-    for key in ("models", "train_dataset", "reward_funcs"):
+    for key in ("models", "train_dataset", *(() if method == "corl" else ("reward_funcs",))):
         require(key in parts, key, None, "a value in the config")
     require(isinstance(parts["models"], Mapping), "models", parts["models"], "a mapping of role to path")
-    funcs = parts["reward_funcs"]
+    funcs = parts.get("reward_funcs", [])
     parts["reward_funcs"] = funcs if isinstance(funcs, list) else [funcs]
     for func in parts["reward_funcs"]:
         load_object(func["call"] if _is_call(func) else func)
     for value in (*parts["models"].values(), *parts.values()):
         if _is_call(value):
             load_object(value["call"])
-    return {"method": method, **parts, "args": make_args(METHODS[method].config, {**nested, **run})}
+    return {"method": method, **parts, "args": make_args(CONFIGS[method], {**nested, **run})}
 
 
 def make_args(config: type[TrainConfig], given: Mapping[str, Any]) -> TrainConfig:

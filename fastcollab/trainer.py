@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -15,35 +14,27 @@ import torch
 
 from fastcollab.advantages import group_advantages
 from fastcollab.callbacks import Callbacks
-from fastcollab.checkpoint import checkpoints, find_checkpoint, load_checkpoint, prune, save_checkpoint, save_model
+from fastcollab.checkpoint import load_checkpoint, prune, save_checkpoint, save_model
+from fastcollab.cohort import Cohort
 from fastcollab.config import TrainConfig, require
 from fastcollab.data import Cursor, load_dataset
 from fastcollab.engine import Engine, load_models
 from fastcollab.evaluation import evaluate, legibility
-from fastcollab.learner import Learner
+from fastcollab.learner import Learner, trainable
 from fastcollab.methods import METHODS
 from fastcollab.model import Model
 from fastcollab.packing import Item
-from fastcollab.progress import Progress
 from fastcollab.rewards import RewardFunctions
+from fastcollab.run_log import RunLog
 from fastcollab.schedules import Solo
-from fastcollab.types import Rollout
-
-
-@dataclass
-class TrainResult:
-    """What ``train`` returns: the models (``PreTrainedModel``), and the rows that metrics.jsonl holds."""
-
-    models: dict[str, Any]
-    log_history: list[dict[str, Any]] = field(default_factory=list)
-    output_dir: str = ""
+from fastcollab.types import Rollout, TrainResult
 
 
 def train(
     method: str,
     models: dict[str, Any],
     train_dataset: Any,
-    reward_funcs: Callable | Sequence[Callable],
+    reward_funcs: Callable | Sequence[Callable] | None = None,
     args: TrainConfig | None = None,
     *,
     peft_config: Any = None,
@@ -52,14 +43,21 @@ def train(
     callbacks: Sequence[Any] = (),
     resume_from_checkpoint: bool | str | Path = False,
 ) -> TrainResult:
-    """Train by ``method`` ("grpo" or "tandem"); the models by role: {"policy"} or {"senior", "junior"}.
+    """Train by ``method``, the models by role: "grpo" {"policy"}, "tandem" {"senior", "junior"}, "corl" any names.
 
     A model is a path or a ``PreTrainedModel``; with ``peft_config`` the trained one becomes a LoRA model and the junior
     may be ``"base"``, the same weights with the adapter off. Datasets: list of dicts, JSONL path or
     ``datasets.Dataset`` with column ``prompt``. Writes ``metrics.jsonl`` (a row per optimiser step) and the trained
     model as a Hugging Face folder to ``args.output_dir``; with ``args.save_steps`` checkpoints too, and
-    ``resume_from_checkpoint`` (True: the newest) continues one, on CPU bit for bit.
+    ``resume_from_checkpoint`` (True: the newest) continues one, on CPU bit for bit. "corl" takes no ``reward_funcs``:
+    its rewards are the peers' answers; ``processing_class`` and ``peft_config`` may then be dicts by model.
     """
+    if method == "corl":
+        require(reward_funcs is None, "reward_funcs", reward_funcs, "none for method 'corl': peers' answers reward")
+        parts = (peft_config, processing_class, eval_dataset, callbacks)
+        return Cohort(models, train_dataset, args, *parts).run(resume_from_checkpoint)
+    require(method in METHODS, "method", method, " or ".join([*METHODS, "corl"]))
+    require(reward_funcs is not None, "reward_funcs", None, f"a function or a list of them for method {method!r}")
     parts = (peft_config, processing_class, eval_dataset, callbacks)
     return Trainer(method, models, train_dataset, reward_funcs, args, *parts).run(resume_from_checkpoint)
 
@@ -70,7 +68,6 @@ class Trainer:
     def __init__(
         self, method, models, train_dataset, reward_funcs, args, peft_config, processing_class, eval_dataset, callbacks
     ) -> None:
-        require(method in METHODS, "method", method, " or ".join(METHODS))
         self.args = args = METHODS[method].config() if args is None else args
         config = METHODS[method].config
         require(isinstance(args, config), "args", type(args).__name__, f"{config.__name__} for method {method!r}")
@@ -79,9 +76,10 @@ class Trainer:
         self.eval_rows = load_dataset(eval_dataset, "eval_dataset") if eval_dataset is not None else None
         self.score_funcs = RewardFunctions(reward_funcs, args.reward_weights)
         self.score_funcs.check(self.rows[0])
-        prepared = dict(models) | {self.method.policy: _policy(models, self.method.policy, peft_config, args)}
+        name = self.method.policy
+        prepared = dict(models) | {name: trainable(name, models[name], peft_config, args)}
         self.models = load_models(prepared, args.device, args.model_init_kwargs)
-        self.policy: Model = self.models[self.method.policy]
+        self.policy: Model = self.models[name]
         self.engine = Engine(
             self.models, processing_class, args.device, args.kv_memory, args.block_size, args.token_budget
         )
@@ -89,7 +87,6 @@ class Trainer:
         self.cursor = Cursor(len(self.rows), args.prompts_per_step * args.steps_per_generation, args.seed, args.shuffle)
         self.total_steps = self._total_steps()
         self.learner = Learner(self.policy, self.engine.vocab_size, args, self.total_steps)
-        self.history: list[dict[str, Any]] = []
         self.callbacks = Callbacks(
             callbacks, args, self.policy.module, self.engine.tokenizer, self.learner.optimizer, self.learner.lr_schedule
         )
@@ -98,18 +95,11 @@ class Trainer:
     # -- the loop
 
     def run(self, resume: bool | str | Path = False) -> TrainResult:
-        args, out = self.args, Path(self.args.output_dir)
-        out.mkdir(parents=True, exist_ok=True)
-        found = [p.name for p in checkpoints(out)]
-        if resume:
-            self.resume(find_checkpoint(out, resume), out)
-        elif found:
-            raise ValueError(
-                f"output_dir: got {str(out)!r} with {found[-1]} of an earlier run, need an empty folder or resume"
-            )
-        self.progress = Progress(self.total_steps, not args.disable_tqdm, args.output_dir, args.logging_steps)
-        self.callbacks.begin(self.total_steps, self.step)
-        with open(out / "metrics.jsonl", "a" if resume else "w") as self.sink, self.progress:
+        args = self.args
+        self.run_log = log = RunLog(args, self.callbacks, self.total_steps, resume)
+        if log.checkpoint:
+            self.resume(log.checkpoint)
+        with log:
             while self.step < self.total_steps and not self.callbacks.stop:
                 started, first = perf_counter(), self.step
                 rollouts = self.rollouts()
@@ -132,12 +122,12 @@ class Trainer:
                         break
                 whole = next(parts, None) is None  # a checkpoint holds no half-used batch
                 if whole and args.save_steps and self.step // args.save_steps > first // args.save_steps:
-                    self.checkpoint(out)
+                    self.checkpoint()
             if self.eval_rows and not (args.eval_steps and self.step % args.eval_steps == 0):
                 self.evaluate()
-        save_model(self.policy, self.engine.tokenizer, out / self.method.policy)
-        self.callbacks.end()
-        return TrainResult({name: m.peft or m.module for name, m in self.models.items()}, self.history, str(out))
+            save_model(self.policy, self.engine.tokenizer, log.folder / self.method.policy)
+        models = {name: m.peft or m.module for name, m in self.models.items()}
+        return TrainResult(models, log.history, str(log.folder))
 
     def rollouts(self) -> list[Rollout]:
         """One batch of prompts, ``num_generations`` rollouts each."""
@@ -255,15 +245,12 @@ class Trainer:
                 for reader, model in self.models.items():
                     if reader != self.method.policy:
                         row[f"eval/legibility/{reader}"] = legibility(model, rollouts, self.engine.vocab_size)
-        self._write(row, is_step=False)
-        return row
+        return self.run_log.write(row, is_step=False)
 
     def log(self, row: dict[str, Any], rollouts: Sequence[Rollout], rewards: np.ndarray) -> None:
-        row = {"step": self.step} | row
-        self._write(row, is_step=True)
-        self.progress.step(row)
+        self.run_log.write({"step": self.step} | row)
         if self.args.log_completions and self.step % self.args.logging_steps == 0:
-            self.progress.completions(rollouts[: self.args.num_completions_to_print], self.engine.tokenizer)
+            self.run_log.progress.completions(rollouts[: self.args.num_completions_to_print], self.engine.tokenizer)
             with open(Path(self.args.output_dir) / "completions.jsonl", "a") as sink:
                 for i, (r, reward) in enumerate(zip(rollouts, rewards.tolist(), strict=True)):
                     said = {
@@ -277,31 +264,21 @@ class Trainer:
                     }
                     sink.write(json.dumps(said, default=str) + "\n")
 
-    def _write(self, row: dict[str, Any], is_step: bool) -> None:
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self.history.append(clean)
-        self.sink.write(json.dumps(clean, allow_nan=False) + "\n")
-        self.sink.flush()
-        self.callbacks.log(clean, self.step, is_step)
-
-    def checkpoint(self, out: Path) -> None:
+    def checkpoint(self) -> None:
         """A checkpoint between two rollout batches; the KV cache starts cold here, in this run as in a resumed one."""
         self.engine.forget()
         state = {"cursor": self.cursor.state_dict()}
-        learner = self.learner
-        parts = (self.policy, self.engine.tokenizer, learner.optimizer, learner.lr_schedule)
-        save_checkpoint(out, self.step, *parts, state, self.args.to_dict())
-        prune(out, self.args.save_total_limit)
+        name = self.method.policy
+        args, root = self.args, self.run_log.folder
+        save_checkpoint(root, self.step, {name: self.learner}, {name: self.engine.tokenizer}, state, args.to_dict())
+        prune(root, args.save_total_limit)
 
-    def resume(self, folder: Path, out: Path) -> None:
+    def resume(self, folder: Path) -> None:
         """Continue from a checkpoint; rows of metrics.jsonl beyond it are dropped."""
-        state = load_checkpoint(folder, self.policy, self.learner.optimizer, self.learner.lr_schedule)
+        state = load_checkpoint(folder, {self.method.policy: self.learner})
         self.cursor.load_state_dict(state["cursor"])
         self.step = state["step"]
-        metrics = out / "metrics.jsonl"
-        lines = metrics.read_text().splitlines() if metrics.exists() else []
-        self.history = [row for row in map(json.loads, lines) if row["step"] <= self.step]
-        metrics.write_text("".join(json.dumps(row) + "\n" for row in self.history))
+        self.run_log.rewind(self.step)
 
 
 def _completion(prompt: Any, rollout: Rollout) -> Any:
@@ -310,16 +287,3 @@ def _completion(prompt: Any, rollout: Rollout) -> Any:
         return rollout.ids
     is_chat = not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], dict)
     return [{"role": "assistant", "content": rollout.text}] if is_chat else rollout.text
-
-
-def _policy(models: dict[str, Any], name: str, peft_config: Any, args: TrainConfig) -> Any:
-    """The trained model: a path is loaded in float32 unless told otherwise, a ``peft_config`` adds its adapter."""
-    source = models[name]
-    if isinstance(source, (str, Path)) or peft_config is not None:
-        dtype = {} if peft_config is not None else {"dtype": torch.float32}
-        source = Model(name, source, device=args.device, init_kwargs=dtype | (args.model_init_kwargs or {}))
-    if peft_config is not None:
-        from peft import get_peft_model
-
-        source = Model(name, get_peft_model(source.module, peft_config), tokenizer=source.tokenizer)
-    return source

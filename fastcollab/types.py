@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,3 +60,12 @@ class Rollout:
         if writer not in self.writers:
             raise ValueError(f"rollout {self.group}/{self.sample}: got writers {self.writers}, need {writer!r} in them")
         return self.author == self.writers.index(writer)
+
+
+@dataclass
+class TrainResult:
+    """What ``train`` returns: the models (``PreTrainedModel``), and the rows that metrics.jsonl holds."""
+
+    models: dict[str, Any]
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    output_dir: str = ""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastcollab.bench import handoff, harness, models, peers, rollout
+from fastcollab.bench import corl, handoff, harness, models, peers, rollout
 
 VOCAB = 97
 
@@ -186,3 +186,14 @@ def test_save_replaces_one_section(tmp_path):
 def test_table_lines_up():
     lines = harness.table(["name", "v"], [["a", "1.25"], ["long name", "3"]]).splitlines()
     assert lines == ["name          v", "---------  ----", "a          1.25", "long name     3"]
+
+
+def test_corl_measures_equal_work(monkeypatch):
+    """Every model of the cohort and the solo policy write as many rollouts to as many prompts."""
+    small = dict(prompts_per_step=2, num_generations=2, max_completion_length=6, kv_memory="8MiB")
+    monkeypatch.setattr(corl, "SETTINGS", corl.SETTINGS | small)
+    monkeypatch.setattr(corl, "MODELS", (2,))
+    (line,) = corl.measure("cpu", rounds=2)
+    assert line["models"] == 2 and line["runs"] == 2 and 0 < line["voting_share"] < 1
+    assert line["of_solo_steps"] == pytest.approx(line["step_s"] / (2 * line["solo_step_s"]))
+    assert corl.grade("add 1 + 2 : 3\n answer 12") == corl.grading.key("12") and corl.grade("12") is None

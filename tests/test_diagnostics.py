@@ -47,6 +47,8 @@ def test_cohort_metrics(step):
         "b/majority_ratio_parsed": (1 / 2 + 1 + 3 / 4) / 3,
         "a/margin": (3 + 0 + 2 + 4) / 16,
         "b/margin": (1 + 2 + 2 + 0) / 16,
+        "a/tie_rate": 1 / 4,
+        "b/tie_rate": 0.0,
         "a/distinct": (1 + 2 + 2 + 1) / 4,
         "b/distinct": (3 + 1 + 2 + 0) / 4,
         "a/answer_entropy": (entropy(0.5, 0.5) + entropy(0.75, 0.25)) / 4,

@@ -14,9 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = """
 config types
-tiny data tokens reference
+tiny data tokens reference questions
 grading ballots
-labels exchange
+parity labels exchange
 diagnostics
 kernels
 ops
@@ -28,7 +28,8 @@ schedules
 blocks
 scheduler
 engine
-scoring
+scoring voters
+confidence
 rewards
 advantages losses optim
 objective
@@ -36,6 +37,8 @@ learner
 checkpoint
 methods
 progress callbacks evaluation
+run_log
+cohort
 trainer
 report_style report_svg report run_config env
 demo bench

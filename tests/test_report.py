@@ -279,3 +279,11 @@ def test_histogram_counts_every_value():
     bars = histogram("k", "t", [Series("a", 0, list(enumerate(values)))], bins=2)
     heights = re.search(r'class="bars c0" points="([^"]*)"', bars)[1]
     assert heights == "0.00,100.00 0.00,50.00 50.00,50.00 50.00,0.00 100.00,0.00 100.00,100.00"  # 2, then 4, of 4
+
+
+def test_a_cohort_is_shown_model_by_model(tmp_path):
+    rows = [{"step": s, "reward": 0.5, "a/reward": 0.1 * s, "b/reward": 0.9, "b/constancy": 0.25, "a/num_tokens": 7}
+            for s in range(1, 4)]  # fmt: skip
+    page = write_report(tmp_path / "r.html", {"out": [*rows, {"step": 3, "eval/a/reward": 1.0}]}).read_text()
+    assert '<th scope="col">a</th><th scope="col">b</th>' in page and "Questions with the most frequent answer" in page
+    assert "0.100 → 0.300" in page and "0.900 → 0.900" in page
