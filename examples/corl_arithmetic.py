@@ -183,9 +183,10 @@ def pretrained(folder: Path, steps: int) -> dict[str, Path]:
 def run(condition: str, seed: int, paths: dict[str, Path], folder: Path, steps: int) -> dict[str, Any]:
     """One run: held-out accuracy by step and model, and the label-free diagnostics of its first and last steps."""
     names, labels = CONDITIONS[condition]
-    args = fc.CoRLConfig(output_dir=str(folder), labels=labels, seed=seed, max_steps=steps, prompts_per_step=16,
-                         num_generations=8, max_completion_length=32, learning_rate=2e-4, warmup_steps=5,
-                         eval_steps=max(1, steps // 6), kv_memory="64MiB", disable_tqdm=True)  # fmt: skip
+    args = fc.CoRLConfig(output_dir=str(folder), labels=labels, seed=seed, max_steps=steps, prompts_per_step=24,
+                         num_generations=8, max_completion_length=32, learning_rate=1e-4, warmup_steps=5,
+                         lr_scheduler_type="cosine", eval_steps=max(1, steps // 6), kv_memory="64MiB",
+                         disable_tqdm=True)  # fmt: skip
     held_out = questions(2200, seed=1)[2000:2064]
     started = time.perf_counter()
     with warnings.catch_warnings(record=True) as alarms:

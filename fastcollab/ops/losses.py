@@ -27,12 +27,12 @@ REGRESSION_SUMS = ("loss", "count/tokens", "count/segments", "count/floored", "s
 
 
 class KnownGradient(torch.autograd.Function):
-    """total / n in fp32, a scalar whose gradient in logprob is grad / n."""
+    """total / n in fp32, a scalar whose gradient in logprob is grad / n; ``grad`` is the operator's own and is divided
+    where it lies: a second buffer costs more than the loss itself."""
 
     @staticmethod
     def forward(ctx: Any, logprob: Tensor, total: Tensor, grad: Tensor, n: float | Tensor) -> Tensor:
-        ctx.save_for_backward(grad)
-        ctx.n = n
+        ctx.save_for_backward(grad.div_(n))
         return (total / n).float()
 
     @staticmethod
@@ -40,7 +40,8 @@ class KnownGradient(torch.autograd.Function):
         need = "False: the gradient's own gradient is not known; FASTCOLLAB_IMPL=reference has it"
         require(not torch.is_grad_enabled(), "create_graph", True, need)
         (grad,) = ctx.saved_tensors
-        return grad * (upstream / ctx.n), None, None, None
+        asked = upstream.device.type == "cpu" and not torch.compiler.is_compiling()  # elsewhere to ask is to wait
+        return grad if asked and float(upstream) == 1 else grad * upstream, None, None, None
 
 
 def _run(op: str, *log_probs: Tensor | None) -> Any:
