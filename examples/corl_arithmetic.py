@@ -35,6 +35,7 @@ from transformers import (
 )
 
 import fastcollab as fc
+from fastcollab.report import write_report
 
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = (PAD, EOS, *"0123456789+-=,: ", "\\boxed", "{", "}")
@@ -231,6 +232,30 @@ def start(paths: dict[str, Path], folder: Path) -> dict[str, float]:
     return found
 
 
+def report(found: dict[str, Any], path: Path) -> None:
+    """A page: the table, and held-out accuracy by step, means over seeds and a condition's models."""
+    curves, table = {}, []
+    for condition, (names, _) in CONDITIONS.items():
+        runs = [r for r in found["runs"] if r["condition"] == condition]
+        if not runs:
+            continue
+        curve = [mean(r["accuracy"][n][i] for r in runs for n in names) for i in range(len(runs[0]["steps"]))]
+        before = mean(found["start"][n] for n in names)
+        points = zip([0, *runs[0]["steps"]], [before, *curve], strict=True)
+        curves[condition] = [{"step": step, "accuracy": accuracy} for step, accuracy in points]
+        ends = ", ".join(f"{mean(r['accuracy'][n][-1] for n in names):.2f}" for r in runs)
+        cells = [condition, " + ".join(names), f"{before:.2f}", ends]
+        cells.append(f"{mean(r['majority'][n][-1] for r in runs for n in names):.2f}")
+        for key in ("label_acc", "answer_entropy", "constancy"):
+            pairs = [r["diagnostics"][key][n] for r in runs for n in names if None not in r["diagnostics"][key][n]]
+            cells.append(" → ".join(f"{mean(side):.2f}" for side in zip(*pairs, strict=True)) if pairs else "–")
+        table.append(cells)
+    header = ["labels", "models", "accuracy before", "after, by seed", "majority after", "labels that are right",
+              "answer entropy, nats", "constancy"]  # fmt: skip
+    settings = {"steps": found["steps"], "threads": found["threads"], "task": __doc__.split("\n\n", 2)[2]}
+    write_report(path, curves, {"header": header, "rows": table}, settings=settings)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -258,6 +283,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"seed {seed}  {condition}: {told}  ({r['seconds']:.0f} s) {r['alarms']}", flush=True)
             found = {"start": before, "runs": results, "steps": options.steps, "threads": options.threads}
             (options.out / "corl_arithmetic.json").write_text(json.dumps(found, indent=1))
+            report(found, options.out / "corl_arithmetic.html")
 
 
 if __name__ == "__main__":
