@@ -19,18 +19,21 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S)
 
 
-@pytest.mark.parametrize(("index", "said"), [(0, r"^(0|1)\.\d+ \d{6}\n$"), (1, r"answer.*\d+ hand-offs\n$")])
+@pytest.mark.parametrize(
+    ("index", "said"), [(0, r"^(0|1)\.\d+ \d{6}\n$"), (1, r"^\S+ \S+\n$"), (2, r"answer.*\d+ hand-offs\n$")]
+)
 def test_example_runs(index, said, tmp_path, monkeypatch, capsys):
     code = blocks("python")[index]
-    if index == 0:
+    if index < 2:
         for full, small in SMALLER.items():
             assert code.count(full) == 1, full
             code = code.replace(full, small)
     monkeypatch.chdir(tmp_path)
     exec(compile(code, f"README.md example {index}", "exec"), {"__name__": "example"})
     printed = capsys.readouterr().out
-    assert re.search(said, printed.splitlines(True)[-1] if index == 0 else printed, re.S)
-    assert index == 1 or {p.name for p in (tmp_path / "out").iterdir()} == {"metrics.jsonl", "senior"}
+    assert re.search(said, printed.splitlines(True)[-1] if index < 2 else printed, re.S)
+    written = {0: {"metrics.jsonl", "senior"}, 1: {"metrics.jsonl", "labels.jsonl", "a", "b"}}
+    assert index == 2 or {p.name for p in (tmp_path / "out").iterdir()} == written[index]
 
 
 def test_config_example_is_valid(tmp_path, monkeypatch):
