@@ -7,7 +7,7 @@ Source: corl spec 2.4 (topologies) and 2.7 (variants).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -70,9 +70,15 @@ class _PerQuestion:
     def label(self, student: str, ballots: dict[str, Ballot]) -> Label:
         raise NotImplementedError
 
-    def tally(self, voter: str, ballots: dict[str, Ballot]) -> Vote:
-        others = [ballot for name, ballot in ballots.items() if name != voter]
-        return tally(ballots[voter], others=others, **self.vote)
+    def tally(self, ballot: Ballot, others: Iterable[Ballot] = ()) -> Vote:
+        """A voter's answer; only those of ``others`` who are not itself may break its tie."""
+        return tally(ballot, others=[other for other in others if other is not ballot], **self.vote)
+
+
+def _peers(student: str, ballots: dict[str, Ballot]) -> dict[str, Ballot]:
+    """The ballots without the student's own, in any of its voices."""
+    model = student.partition("@")[0]
+    return {name: ballot for name, ballot in ballots.items() if name.partition("@")[0] != model}
 
 
 def _hard(vote: Vote, *teachers: Ballot) -> Label:
@@ -92,8 +98,8 @@ class Ring(_PerQuestion):
         return order[(order.index(student) + 1) % len(order)]
 
     def label(self, student: str, ballots: dict[str, Ballot]) -> Label:
-        teacher = self.teacher(student, list(ballots))
-        return _hard(self.tally(teacher, ballots), ballots[teacher])
+        teacher = ballots[self.teacher(student, list(ballots))]
+        return _hard(self.tally(teacher, _peers(student, ballots).values()), teacher)
 
 
 class Pair(Ring):
@@ -121,9 +127,9 @@ class StrictMajority(_PerQuestion):
     least_students = 3
 
     def label(self, student: str, ballots: dict[str, Ballot]) -> Label:
-        peers = [name for name in ballots if name != student]
-        votes = [self.tally(peer, ballots).key for peer in peers]
-        teachers = tuple((p, ballots[p].version) for p in peers)
+        peers = _peers(student, ballots).values()
+        votes = [self.tally(peer, peers).key for peer in peers]
+        teachers = tuple((p.voter, p.version) for p in peers)
         chosen = sorted({v for v in votes if v is not None}, key=lambda k: (-votes.count(k), k))
         labelled = sum(v is not None for v in votes)
         tied = len(chosen) > 1 and votes.count(chosen[0]) == votes.count(chosen[1])
@@ -136,9 +142,9 @@ class Union(_PerQuestion):
     """An answer that any peer's vote names is right."""
 
     def label(self, student: str, ballots: dict[str, Ballot]) -> Label:
-        peers = [name for name in ballots if name != student]
-        keys = sorted({key for p in peers if (key := self.tally(p, ballots).key) is not None})
-        teachers = tuple((p, ballots[p].version) for p in peers)
+        peers = _peers(student, ballots).values()
+        keys = sorted({key for p in peers if (key := self.tally(p, peers).key) is not None})
+        teachers = tuple((p.voter, p.version) for p in peers)
         only = keys[0] if len(keys) == 1 else None
         return Label({key: 1.0 for key in keys} if keys else None, only, teachers)
 
@@ -150,7 +156,8 @@ class Weighted(_PerQuestion):
     S(c) = sum over j of s_j^gamma n_j(c) / V_j with s_j the share of j's top answer; the label is the c of the largest
     S, of none if two have it. A collapsed voter has s = 1, so ``guard`` "cap" holds every s_j at the cohort's 90th
     percentile, and "agreement" takes for s_j the chance that one of j's votes and one of another's on this question
-    agree. With ``include_self`` the label is one for all.
+    agree. A student's own ballot enters neither S nor the guard; with ``include_self`` it does, and the label is one for
+    all.
     """
 
     gamma: float = 1.0
@@ -158,9 +165,14 @@ class Weighted(_PerQuestion):
     include_self: bool = False
     guard: str | None = "cap"
 
+    @property
+    def least_students(self) -> int:
+        return 3 if self.guard == "agreement" and not self.include_self else 2  # a lone peer agrees with nobody
+
     def label(self, student: str, ballots: dict[str, Ballot]) -> Label:
         require(self.guard in (None, "cap", "agreement"), "guard", self.guard, "None, 'cap' or 'agreement'")
-        names = sorted(name for name in ballots if self.include_self or name != student)
+        ballots = ballots if self.include_self else _peers(student, ballots)
+        names = sorted(ballots)
         weight = self.weights(ballots)
         scores: dict[str, float] = {}
         for name in names:
@@ -198,7 +210,7 @@ class SelfVote(_PerQuestion):
     least_students = 1
 
     def label(self, student: str, ballots: dict[str, Ballot]) -> Label:
-        return _hard(self.tally(student, ballots), ballots[student])
+        return _hard(self.tally(ballots[student]), ballots[student])
 
 
 class EMATeacher(_PerQuestion):
@@ -211,7 +223,7 @@ class EMATeacher(_PerQuestion):
 
     def label(self, student: str, ballots: dict[str, Ballot]) -> Label:
         teacher = f"{student}@ema"
-        return _hard(self.tally(teacher, ballots), ballots[teacher])
+        return _hard(self.tally(ballots[teacher]), ballots[teacher])
 
 
 class OtherView(_PerQuestion):
@@ -223,7 +235,7 @@ class OtherView(_PerQuestion):
         model = student.partition("@")[0]
         twins = [name for name in ballots if name != student and name.partition("@")[0] == model]
         require(len(twins) == 1, f"views of {model!r}", len(twins) + 1, "2")
-        return _hard(self.tally(twins[0], ballots), ballots[twins[0]])
+        return _hard(self.tally(ballots[twins[0]]), ballots[twins[0]])
 
 
 @dataclass(frozen=True)

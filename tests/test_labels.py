@@ -8,6 +8,7 @@ import random
 import pytest
 from test_ballots import ballot
 
+from fastcollab.ballots import TIES
 from fastcollab.labels import RandomLabel, SelfVote, ShuffledUid, Weighted, make_labels
 
 VOTE = {"tie": "abstain", "min_votes": 2}
@@ -75,22 +76,57 @@ def test_soft_labels_are_the_teachers_shares():
     assert labels["a", "q"].reward("y") == 0.0 and labels["a", "q"].reward(None) == 0.0
 
 
-def test_a_student_is_taught_by_others_only():
-    """Whatever a student says about a question, its own labels stay."""
-    for name, names in (
-        ("pair", "ab"),
-        ("ring", "abc"),
-        ("majority", "abc"),
-        ("union", "abc"),
-        ("soft", "abc"),
-        ("weighted", "abc"),
-    ):
-        options = {"guard": None} if name == "weighted" else {}
-        before = labels_of(name, names, **options)
-        for answers in ("wwww", "....", "zzzz"):
-            ballots = cast(names) | {("a", u): ballot(answers, voter="a", uid=u) for u in UIDS}
-            after = labels_of(name, names, ballots, **options)
-            assert all(before["a", u] == after["a", u] for u in UIDS), name
+TAUGHT = [("pair", "ab", {}), *((name, "abc", {}) for name in ("ring", "majority", "union", "soft"))]
+TAUGHT += [("weighted", "abc", {"guard": guard}) for guard in (None, "cap", "agreement")]
+
+
+def heard(name, names, options, tie, voter, students):
+    """Students whose labels one voter's answers can change, by trying many."""
+    provider = make_labels(name, {"tie": tie, "min_votes": 1}, **options)
+    rng, changed = random.Random(0), set()
+    for _ in range(150):
+        said = {v: rng.choices("xyz.", rng.choice([[5, 3, 1, 2], [3, 5, 1, 2]]), k=8) for v in names}
+        labels = []
+        for answers in (said[voter], *(list(8 * k) for k in "wxy."), list("yyyyxxxx")):
+            logprobs = [-0.1 * k for k in range(8)]
+            ballots = {(v, "q"): ballot(k, logprobs, voter=v) for v, k in (said | {voter: answers}).items()}
+            labels.append(provider(3, ["q"], students, ballots))
+        changed |= {s for s in students for other in labels if other[s, "q"] != labels[0][s, "q"]}
+    return changed
+
+
+@pytest.mark.parametrize("tie", TIES)
+@pytest.mark.parametrize("name, names, options", TAUGHT)
+def test_a_student_is_taught_by_others_only(name, names, options, tie):
+    """Whatever a student says about a question, its own labels stay, and another's do not."""
+    changed = heard(name, names, options, tie, "a", list(names))
+    assert "a" not in changed and changed
+
+
+@pytest.mark.parametrize("tie", TIES)
+@pytest.mark.parametrize(
+    "name, voters, students",
+    [("self", "a b", "a b"), ("ema", "a a@ema b b@ema", "a b"), ("views", "a a@v b b@v", "a a@v b b@v")],
+)
+def test_a_baseline_hears_no_other_model(name, voters, students, tie):
+    voters, students = voters.split(), students.split()
+    for voter in (v for v in voters if v[0] == "b"):
+        changed = heard(name, voters, {}, tie, voter, students)
+        assert all(s[0] == "b" for s in changed)
+
+
+def test_the_cap_is_that_of_the_peers():
+    """s of b, c: 2/8, 4/8, cap 0.475: S(x) = 2/8 * 2/8 + 0.475 * 3/8 > S(y) = 0.475 * 4/8, whatever a says."""
+    for own in ("wwwwwwww", "........"):
+        said = {"a": own, "b": "xx......", "c": "xxxyyyy."}
+        assert Weighted(VOTE).label("a", {v: ballot(keys, voter=v) for v, keys in said.items()}).key == "x"
+
+
+def test_agreement_needs_two_peers():
+    """A lone peer agrees with nobody, and its weight would be 0 for ever."""
+    with pytest.raises(ValueError, match="models of Weighted: got 2, need >= 3"):
+        make_labels("weighted", VOTE, guard="agreement").voters("ab")
+    assert make_labels("weighted", VOTE, guard="agreement", include_self=True).voters("ab") == ["a", "b"]
 
 
 def test_labels_name_their_teachers_and_versions():
