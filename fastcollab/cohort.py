@@ -236,6 +236,8 @@ class Cohort:
     def _labels(self) -> Labels:
         args, options = self.args, dict(self.args.label_options or {})
         named = args.labels or ("pair" if len(self.names) == 2 else "ring")
+        takes_none = not isinstance(named, str) or named in KINDS
+        require(not (options and takes_none), "label_options", options, f"none with labels {named!r}")
         if not isinstance(named, str):
             return named
         if named in KINDS:

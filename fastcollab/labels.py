@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -156,8 +156,7 @@ class Weighted(_PerQuestion):
     S(c) = sum over j of s_j^gamma n_j(c) / V_j with s_j the share of j's top answer; the label is the c of the largest
     S, of none if two have it. A collapsed voter has s = 1, so ``guard`` "cap" holds every s_j at the cohort's 90th
     percentile, and "agreement" takes for s_j the chance that one of j's votes and one of another's on this question
-    agree. A student's own ballot enters neither S nor the guard; with ``include_self`` it does, and the label is one for
-    all.
+    agree. A student's own ballot enters neither S nor the guard; with ``include_self`` it does, and all have one label.
     """
 
     gamma: float = 1.0
@@ -289,9 +288,9 @@ class ShuffledUid:
     def __call__(
         self, step: int, uids: Sequence[str], students: Sequence[str], ballots: Ballots
     ) -> dict[tuple[str, str], Label]:
-        require(len(uids) >= 2, "questions of a step", len(uids), ">= 2 to shuffle")
-        labels = self.inner(step, uids, students, ballots)
-        order = sorted(uids, key=lambda uid: (_draw(self.seed, step, uid), uid))
+        labels, distinct = self.inner(step, uids, students, ballots), set(uids)
+        require(len(distinct) >= 2, "questions of a step", len(distinct), ">= 2 to shuffle")
+        order = sorted(distinct, key=lambda uid: (_draw(self.seed, step, uid), uid))
         moved = dict(zip(order, order[1:] + order[:1], strict=True))  # a cycle: nobody keeps its own
         return {(student, uid): labels[student, moved[uid]] for student in students for uid in uids}
 
@@ -304,17 +303,20 @@ TOPOLOGIES = {"pair": Pair, "ring": Ring, "majority": StrictMajority, "union": U
               "soft": Soft, "self": SelfVote, "ema": EMATeacher, "views": OtherView}  # fmt: skip
 
 
-def make_labels(name: str, vote: Mapping[str, Any], seed: int = 0, **options: Any) -> Labels:
+def make_labels(name: str, vote: Mapping[str, Any], seed: int = 0, /, **options: Any) -> Labels:
     """A provider by name; ``vote`` are the options of :func:`tally`, ``options`` those of the provider itself.
 
-    "random" and "shuffled" are the controls; "shuffled" permutes the labels of ``options["inner"]`` (default "pair").
+    "random" and "shuffled" are the controls; "shuffled" permutes the labels of ``options["inner"]`` (default "ring").
     """
-    if name == "random":
-        return RandomLabel(seed)
+    kinds = TOPOLOGIES | {"random": RandomLabel, "shuffled": ShuffledUid, "gold": Gold}
+    require(name in kinds, "labels", name, ", ".join(kinds))
     if name == "shuffled":
-        inner = options.pop("inner", "pair")
+        inner, known = options.pop("inner", "ring"), [kind for kind in TOPOLOGIES if kind != "views"]
+        require(inner in known, "inner", inner, f"{', '.join(known[:-1])} or {known[-1]}")
         return ShuffledUid(make_labels(inner, vote, seed, **options), seed)
-    if name == "gold":
-        return Gold(**options)
-    require(name in TOPOLOGIES, "labels", name, ", ".join([*TOPOLOGIES, "random", "shuffled", "gold"]))
-    return TOPOLOGIES[name](vote=dict(vote), **options)
+    given = {"vote": dict(vote)} if name in TOPOLOGIES else {"seed": seed} if name == "random" else {}
+    takes = [f.name for f in fields(kinds[name]) if f.name not in given]
+    unknown = [option for option in options if option not in takes]
+    require(not unknown, "label_options", unknown, f"{', '.join(takes) or 'none'} with labels {name!r}")
+    require(name != "gold" or "answers" in options, "answers", None, "the right one by uid for labels 'gold'")
+    return kinds[name](**given, **options)

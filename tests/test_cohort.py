@@ -315,6 +315,8 @@ BAD = {
     "names": ({"models": {"a@b": None}}, "models: got \\['a@b'\\], need at least one, names without '@' and ','"),
     "one model": ({"models": models("a")}, "models of Ring: got 1, need >= 2"),
     "labels": ({"labels": "pear"}, "labels: got 'pear', need pair, ring"),
+    "options": ({"labels": "entropy", "label_options": {"x": 3}}, "label_options: got {'x': 3}, need none with labels"),
+    "options of pair": ({"label_options": {"x": 3}}, "label_options: got \\['x'\\], need order with labels 'pair'"),
     "pair of three": ({"models": models("abc"), "labels": "pair"}, "models of Pair: got 3, need 2"),
     "votes": ({"num_votes": 2}, "num_votes: got 2, need None or >= 4"),
     "view": ({"views": {"a": "colour"}}, "views: got 'colour', need a column of the data"),

@@ -84,7 +84,7 @@ def heard(name, names, options, tie, voter, students):
     """Students whose labels one voter's answers can change, by trying many."""
     provider = make_labels(name, {"tie": tie, "min_votes": 1}, **options)
     rng, changed = random.Random(0), set()
-    for _ in range(150):
+    for _ in range(60):
         said = {v: rng.choices("xyz.", rng.choice([[5, 3, 1, 2], [3, 5, 1, 2]]), k=8) for v in names}
         labels = []
         for answers in (said[voter], *(list(8 * k) for k in "wxy."), list("yyyyxxxx")):
@@ -230,8 +230,12 @@ def test_shuffled_uids_are_a_derangement():
         assert sorted(got) == uids and all(k != u for k, u in zip(got, uids, strict=True))
         assert got == [labels["b", u].key for u in uids]
     assert make_labels("shuffled", VOTE, inner="self").inner == SelfVote(VOTE)
-    with pytest.raises(ValueError, match="questions of a step: got 1, need >= 2 to shuffle"):
-        labels_of("shuffled", "ab", uids=["q"])
+    assert keys_of(labels_of("shuffled"), "abc") != keys_of(labels_of("ring"))  # of any number of models
+    for uids in (["q"], ["q", "q"]):
+        with pytest.raises(ValueError, match="questions of a step: got 1, need >= 2 to shuffle"):
+            labels_of("shuffled", "ab", uids=uids)
+    twice = labels_of("shuffled", "ab", uids=["q", "s", "q"])
+    assert keys_of(twice, "ab", "qs") == {"a": "yx", "b": "yx"}
 
 
 @pytest.mark.parametrize("name", ["self", "ring", "majority", "union", "soft", "weighted", "ema", "random", "shuffled"])
@@ -265,3 +269,18 @@ def test_the_number_of_models_is_checked(name, got, need):
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="labels: got 'star', need pair, ring, "):
         make_labels("star", VOTE)
+    for inner in ("views", "gold", "random", "shuffled"):
+        with pytest.raises(ValueError, match=f"inner: got '{inner}', need pair, ring, majority, .* or ema"):
+            make_labels("shuffled", VOTE, inner=inner)
+    with pytest.raises(ValueError, match="answers: got None, need the right one by uid for labels 'gold'"):
+        make_labels("gold", VOTE)
+
+
+@pytest.mark.parametrize(
+    "name, takes", [("ring", "order"), ("weighted", "gamma, margin, include_self, guard"), ("random", "none"),
+                    ("shuffled", "none"), ("self", "none"), ("gold", "answers")],
+)  # fmt: skip
+@pytest.mark.parametrize("option", ["typo", "seed", "vote"])
+def test_unknown_options_are_refused(name, takes, option):
+    with pytest.raises(ValueError, match=rf"label_options: got \['{option}'\], need {takes} with labels"):
+        make_labels(name, VOTE, 0, **({"inner": "self"} if name == "shuffled" else {}), **{option: 3})
