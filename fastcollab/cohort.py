@@ -8,8 +8,9 @@ models nor how they share the device enters the result. Source: corl spec 2.5.
 from __future__ import annotations
 
 import json
+import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastcollab import parity
+from fastcollab import grading, parity
 from fastcollab.advantages import bnpo_weights, group_advantages
 from fastcollab.callbacks import Callbacks
 from fastcollab.checkpoint import load_checkpoint, prune, save_checkpoint, save_model
@@ -121,7 +122,7 @@ class Cohort:
         rewards = {name: self.rewards(name, rows, labels) for name in self.students}
         row = cohort_metrics(uids, self.students, ballots, labels, rewards)
         if self.gold:
-            row |= gold_metrics(uids, self.students, ballots, labels, rewards, self.gold)
+            row |= gold_metrics(uids, self.students, ballots, labels, rewards, self.gold, self.same)
         self.log_labels(uids, ballots, labels, rewards)
         voted = perf_counter()
         for name in self.names:
@@ -156,7 +157,7 @@ class Cohort:
         for group, row in enumerate(rows):
             label, keys = labels[student, row["uid"]], self.voters[student].keys[group * V :]
             for k in range(G):
-                reward = parity.reward(keys[k], label.key) if args.parity and label.scores else label.reward(keys[k])
+                reward = parity.reward(keys[k], label.scores) if args.parity and label.scores else label.reward(keys[k])
                 rewards[group, k] = (0.0 if args.unlabelled == "zero" else np.nan) if reward is None else reward
         return rewards
 
@@ -205,13 +206,13 @@ class Cohort:
                 ballots[name, question["uid"]] = asked.ballot(self.run_id, 0, question["uid"], group, V)
             known = [(r.group, key) for r, key in zip(asked.rollouts, asked.keys, strict=True)]
             gold = [self.eval_gold.get(question["uid"]) for question in self.eval_rows]
-            right = [key is not None and key == gold[group] for group, key in known if gold[group] is not None]
+            right = [self.same(key, gold[group]) for group, key in known if gold[group] is not None]
             row[f"eval/{name}/accuracy"] = _mean(right)
         if self.eval_gold:
             uids = [question["uid"] for question in self.eval_rows]
             silent = {(name, uid): Label(None) for name in self.names for uid in uids}
             none = {name: np.full((len(uids), V), np.nan) for name in self.names}
-            found = gold_metrics(uids, self.names, ballots, silent, none, self.eval_gold)
+            found = gold_metrics(uids, self.names, ballots, silent, none, self.eval_gold, self.same)
             row |= {f"eval/{name}/majority": found[f"{name}/vote_acc"] for name in self.names}
         row["eval/selection_score"] = selection_score(ballots)
         return self.run_log.write(row, is_step=False)
@@ -221,6 +222,11 @@ class Cohort:
     @property
     def num_votes(self) -> int:
         return self.args.num_votes or self.args.num_generations
+
+    @property
+    def same(self) -> Callable[[str | None, str | None], bool]:
+        """How keys are compared with right answers."""
+        return grading.equal if self.args.parity else operator.eq
 
     @property
     def grading_s(self) -> float:

@@ -7,8 +7,9 @@ as in the ballots, pairs as "a,b" in the order of their names. Whoever needs the
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -78,9 +79,11 @@ def gold_metrics(
     labels: Mapping[tuple[str, str], Label],
     rewards: Mapping[str, np.ndarray],
     gold_keys: Mapping[str, str],
+    same: Callable[[str | None, str | None], bool] = operator.eq,
 ) -> dict[str, float]:
     """What only the right answers tell, by "<student>/<name>" and "<name>/<a>,<b>"; ``gold_keys`` maps a uid to a key.
 
+    ``same``: whether a key is a right answer's.
     ``vote_acc``: the student's own majority is right. ``label_acc``: what its labels would pay the right answer.
     ``reward_acc``: rewards that are on the right side of 1/2. ``false_pos``: mean reward of wrong rollouts,
     ``false_neg``: what right ones miss of 1, ``skew`` the former over both. ``coupling``: correlation of an answer's
@@ -91,18 +94,18 @@ def gold_metrics(
     gold = [gold_keys.get(uid) for uid in uids]
     known = [k for k, key in enumerate(gold) if key is not None]
     for s in students:
-        paid = [labels[s, uids[k]].reward(gold[k]) for k in known]
+        paid = [_paid(labels[s, uids[k]], gold[k], same) for k in known]
         G = rewards[s].shape[1]
         r = rewards[s][known].ravel()
         said = [(ballots[s, uids[k]], key, gold[k]) for k in known for key in ballots[s, uids[k]].keys[:G]]
-        right = np.array([key == answer for _, key, answer in said], dtype=float)
+        right = np.array([same(key, answer) for _, key, answer in said], dtype=float)
         share = np.array([b.counts.get(key, 0) / b.num_votes for b, key, _ in said])
         scored = ~np.isnan(r)
         r, right, share = r[scored], right[scored], share[scored]
         wrong_paid, right_unpaid = _mean(r[right == 0]), 1 - _mean(r[right == 1])
         faults = np.nan_to_num([wrong_paid, right_unpaid])
         row |= {
-            f"{s}/vote_acc": _mean([votes[s][k] == gold[k] for k in known]),
+            f"{s}/vote_acc": _mean([same(votes[s][k], gold[k]) for k in known]),
             f"{s}/label_acc": _mean([p for p in paid if p is not None]),
             f"{s}/reward_acc": _mean((r > 0.5) == (right > 0.5)),
             f"{s}/false_pos": wrong_paid,
@@ -114,9 +117,9 @@ def gold_metrics(
         both = [
             (votes[a][k], votes[b][k], gold[k]) for k in known if votes[a][k] is not None and votes[b][k] is not None
         ]
-        row[f"double_fault/{a},{b}"] = _mean([x != g and y != g for x, y, g in both])
-        row[f"same_wrong/{a},{b}"] = _mean([x == y != g for x, y, g in both])
-        row[f"phi/{a},{b}"] = _correlation([x == g for x, _, g in both], [y == g for _, y, g in both])
+        row[f"double_fault/{a},{b}"] = _mean([not same(x, g) and not same(y, g) for x, y, g in both])
+        row[f"same_wrong/{a},{b}"] = _mean([same(x, y) and not same(x, g) for x, y, g in both])
+        row[f"phi/{a},{b}"] = _correlation([same(x, g) for x, _, g in both], [same(y, g) for _, y, g in both])
     return row
 
 
@@ -233,6 +236,12 @@ def _reason(seen: Mapping[str, list[float]]) -> str | None:
 
 def _votes(uids: Sequence[str], voter: str, ballots: Ballots) -> Votes:
     return [tally(ballots[voter, uid], min_votes=1).key for uid in uids]
+
+
+def _paid(label: Label, gold: str, same: Callable[[str | None, str | None], bool]) -> float | None:
+    if label.scores is None:
+        return None
+    return max((score for key, score in label.scores.items() if same(key, gold)), default=0.0)
 
 
 def _constancy(votes: Votes) -> float:

@@ -7,6 +7,7 @@ The strings are cleaned less than theirs, whose cleaner also deletes variables, 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from fastcollab import grading
 
@@ -23,10 +24,19 @@ def answer(text: str) -> str | None:
         found = phrases[-1]
     if found is None and (numbers := _NUMBER.findall(text)):
         found = numbers[-1]
-    string = _NOISE.sub("", found or "").replace("dfrac", "frac").replace("tfrac", "frac")
+    return _clean(found or "")
+
+
+def gold(text: str) -> str | None:
+    """The string of a right answer, which the data hold bare or boxed."""
+    return _clean(grading.extract(text) or text)
+
+
+def _clean(text: str) -> str | None:
+    string = _NOISE.sub("", text).replace("dfrac", "frac").replace("tfrac", "frac")
     return {"0.5": r"\frac{1}{2}"}.get(string, string) or None
 
 
-def reward(said: str | None, label: str | None) -> float:
-    """1 where an answer equals the label as mathematics, 0 otherwise, and 0 where either is absent."""
-    return float(said is not None and label is not None and grading.equal(said, label))
+def reward(said: str | None, scores: Mapping[str, float]) -> float:
+    """The best that ``scores`` pays an answer that equals ``said`` as mathematics; 0 without one."""
+    return max((float(score) for key, score in scores.items() if grading.equal(said, key)), default=0.0)

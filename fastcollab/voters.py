@@ -47,8 +47,10 @@ def make_grader(grader: str | Callable[[str], Hashable | None]) -> Callable[[str
 
 def gold_key(answer: Any, grader: str | Callable[[str], Hashable | None]) -> str | None:
     """The key of a right answer as the data hold it: bare, or boxed."""
-    if callable(grader) or grader == parity.NAME:
-        return make_grader(grader)(str(answer)) or (repr(answer) if callable(grader) else str(answer))
+    if grader == parity.NAME:
+        return parity.gold(str(answer))
+    if callable(grader):
+        return make_grader(grader)(str(answer)) or repr(answer)
     key = grading.key(grading.extract(str(answer)) or str(answer), grader)
     return None if key is None else repr(key)
 

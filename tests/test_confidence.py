@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
+from test_ballots import ballot
 from tiny_models import VOCAB, tiny_model
 from tokenizers import Tokenizer, models
 from training import equal, weights
@@ -17,6 +19,9 @@ from fastcollab import parity
 from fastcollab.advantages import bnpo_weights
 from fastcollab.cohort import Cohort
 from fastcollab.confidence import FLOOR, own_confidence, peer_likelihood
+from fastcollab.diagnostics import gold_metrics
+from fastcollab.labels import Label
+from fastcollab.voters import gold_key
 
 CHARACTERS = ["<s>", "</s>", *"0123456789+=?\\{}bdeox"]
 WORDS = ["<|end|>", *CHARACTERS[2:], "bo", "box", "10", "12"]  # another vocabulary, other ids for the same text
@@ -148,8 +153,59 @@ def test_parity_reads_answers_as_strings(text, string):
 
 def test_parity_votes_by_string_and_pays_by_equality(tmp_path):
     assert parity.answer(r"\boxed{0.25}") != parity.answer(r"\boxed{\frac{1}{4}}")
-    assert parity.reward("0.25", r"\frac{1}{4}") == 1.0 and parity.reward("0.25", "0.26") == 0.0
-    assert parity.reward(None, "1") == 0.0 and parity.reward("1", None) == 0.0
+    assert parity.reward("0.25", {r"\frac{1}{4}": 1.0}) == 1.0 and parity.reward("0.25", {"0.26": 1.0}) == 0.0
+    assert parity.reward(None, {"1": 1.0}) == 0.0 and parity.reward("1", {}) == 0.0
+    soft = {r"\frac{1}{4}": 0.25, "0.250": 0.5, "7": 0.125}  # of the keys that are equal the best paid
+    assert [parity.reward(said, soft) for said in (".25", "7.0", "8")] == [0.5, 0.125, 0.0]
+
+
+@pytest.mark.parametrize("labels, paid", [("soft", {0.25, 0.75}), ("union", {1.0})])
+def test_parity_pays_soft_and_union_labels(tmp_path, labels, paid):
+    cohort = Cohort({n: tiny_model("qwen3") for n in "abc"}, [{"prompt": [3]}], parity_of(tmp_path, labels=labels))
+    uid, said = cohort.rows[0]["uid"], {"a": "1 2 3 4", "b": "1.0 2.0 1.0 1.0", "c": "2 2 2 2"}
+    for name, keys in said.items():
+        cohort.voters[name].keys = keys.split()
+    scores = {"soft": {"1.0": 0.75, "2.0": 0.25}, "union": {"1.0": 1.0, "2": 1.0}}[labels]
+    rewards = cohort.rewards("a", cohort.rows, {("a", uid): Label(scores)})
+    assert set(rewards.ravel()) == paid | {0.0}
+
+
+def parity_of(tmp_path, **changes):
+    return fc.CoRLConfig(
+        output_dir=str(tmp_path), prompts_per_step=1, num_generations=4, kv_memory="4MiB", parity=parity.NAME, **changes
+    )
+
+
+@pytest.mark.parametrize(
+    "answer, string",
+    [(r"\frac{1}{4}", r"\frac{1}{4}"), ("(1,2)", "(1,2)"), ("[1,3)", "[1,3)"), ("x^2 + 1", "x^2+1"),
+     (0.5, r"\frac{1}{2}"), ("no solution", "nosolution"), (r"so \boxed{\dfrac34}", r"\frac34"), ("12", "12"),
+     (" ", None)],
+)  # fmt: skip
+def test_a_right_answer_under_parity_is_read_whole(answer, string):
+    """It is bare in the data: the phrases and the last number are for responses."""
+    assert gold_key(answer, parity.NAME) == string
+
+
+def test_parity_compares_with_the_right_answers_as_mathematics(tmp_path):
+    """Votes are strings: 0.25 is not 1/4 among them, and both are right."""
+    cohort = Cohort(pair()["models"], [{"prompt": "1"}], parity_of(tmp_path), None, pair()["processing_class"])
+    ballots = {
+        (n, "0"): ballot(keys, voter=n) for n, keys in {"l": ["0.25"] * 3 + ["7"], "g": [r"\frac{1}{4}"] * 4}.items()
+    }
+    labels = {(n, "0"): Label({k: 1.0}, k) for n, k in {"l": r"\frac{1}{4}", "g": "0.25"}.items()}
+    rewards = {"l": np.array([[1.0, 1, 1, 0]]), "g": np.ones((1, 4))}
+    row = gold_metrics(["0"], ["g", "l"], ballots, labels, rewards, {"0": ".25"}, cohort.same)
+    assert {row[f"{n}/{m}"] for n in "gl" for m in ("vote_acc", "label_acc", "reward_acc")} == {1.0}
+    assert row["double_fault/g,l"] == 0.0
+
+
+def test_parity_evaluates_as_mathematics(tmp_path, monkeypatch):
+    monkeypatch.setattr("fastcollab.voters.make_grader", lambda grader: lambda text: "0.25")
+    args, rows = parity_of(tmp_path, max_completion_length=2, max_steps=1), [{"prompt": "1", "answer": ".25"}]
+    given = pair()
+    row = fc.train("corl", train_dataset=rows, eval_dataset=rows, args=args, **given).log_history[-1]
+    assert row["eval/l/accuracy"] == row["eval/g/majority"] == 1.0
 
 
 def test_bnpo_is_the_mean_over_micro_batches_of_their_token_means():
