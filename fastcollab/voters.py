@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from time import perf_counter
 from typing import Any
 
@@ -31,18 +32,35 @@ def make_grader(grader: str | Callable[[str], Hashable | None]) -> Callable[[str
     """
     if grader == parity.NAME:
         return parity.answer
-
-    def by_kind(text: str) -> Hashable | None:
-        answer = grading.extract(text)
-        return None if answer is None else grading.key(answer, grader)
-
-    read = grader if callable(grader) else by_kind
+    if callable(grader):
+        return lambda text: _user_key(grader(text))
 
     def grade(text: str) -> str | None:
-        key = read(text)
-        return None if key is None or key == "" else repr(key)
+        answer = grading.extract(text)
+        key = None if answer is None else grading.key(answer, grader)
+        return None if key is None else repr(key)
 
     return grade
+
+
+def _user_key(key: Any) -> str | None:
+    return None if key is None or isinstance(key, str) and key == "" else _written(key)
+
+
+def _written(key: Any) -> str:
+    """A key as text; equal ones have the same, as 1 and 1.0, and frozensets in whatever order."""
+    if key is None:
+        return "None"
+    if isinstance(key, str):
+        return str.__repr__(key)
+    if isinstance(key, int | Fraction) or isinstance(key, float) and math.isfinite(key):
+        return str(Fraction(key))
+    if isinstance(key, tuple):
+        return f"({', '.join(map(_written, key))})"
+    if isinstance(key, frozenset):
+        return f"{{{', '.join(sorted(map(_written, key)))}}}"
+    need = "a str, bool, int, finite float, Fraction or None, or tuples or frozensets of these"
+    raise ValueError(f"key of an answer: got {type(key).__name__} {key!r:.60}, need {need}")
 
 
 def gold_key(answer: Any, grader: str | Callable[[str], Hashable | None]) -> str | None:
@@ -50,7 +68,7 @@ def gold_key(answer: Any, grader: str | Callable[[str], Hashable | None]) -> str
     if grader == parity.NAME:
         return parity.gold(str(answer))
     if callable(grader):
-        return make_grader(grader)(str(answer)) or repr(answer)
+        return make_grader(grader)(str(answer)) or _user_key(answer)
     key = grading.key(grading.extract(str(answer)) or str(answer), grader)
     return None if key is None else repr(key)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from fastcollab.cohort import Cohort
 from fastcollab.confidence import FLOOR, own_confidence, peer_likelihood
 from fastcollab.diagnostics import gold_metrics
 from fastcollab.labels import Label
-from fastcollab.voters import gold_key
+from fastcollab.voters import gold_key, make_grader
 
 CHARACTERS = ["<s>", "</s>", *"0123456789+=?\\{}bdeox"]
 WORDS = ["<|end|>", *CHARACTERS[2:], "bo", "box", "10", "12"]  # another vocabulary, other ids for the same text
@@ -131,6 +132,30 @@ def test_peer_likelihood_reads_the_text_in_its_own_tokens(tmp_path):
         want = logprob.gather(1, torch.tensor(ids)[:, None]).clamp(min=FLOOR).mean()
         assert got[i] == pytest.approx(float(want), abs=1e-4)
     assert any(len(words()(writer.text(r))["input_ids"]) != len(r.ids) for r in writer.rollouts)
+
+
+# -- keys
+
+EQUAL = [
+    (1, 1.0, True, Fraction(1)), (0.5, Fraction(1, 2)), (0, -0.0, False), (frozenset({0, 8}), frozenset({8, 0})),
+    (("a", 1, None), ("a", 1.0, None)), (frozenset({(1, frozenset({2, 3}))}), frozenset({(1.0, frozenset({3, 2}))})),
+    ("1",), ("None",), ((1,),), (("1",),), ((),), (frozenset(),), ((None,),), (10**400,), (1e300, int(1e300)), ("'\"",),
+    (np.float64(0.25), 0.25), ("x", np.str_("x")),
+]  # fmt: skip
+
+
+def test_equal_keys_of_a_users_grader_are_one_answer():
+    texts = [{make_grader(lambda text, key=key: key)("") for key in keys} for keys in EQUAL]
+    assert all(len(found) == 1 for found in texts) and len(set.union(*texts)) == len(EQUAL)
+    assert [make_grader(lambda text, key=key: key)("") for key in (None, "")] == [None, None]
+    assert [gold_key(answer, lambda text: None) for answer in (8, "8", 8.0)] == ["8", "'8'", "8"]
+
+
+@pytest.mark.parametrize("key", [object(), math.nan, math.inf, [1], (1, {2}), b"1", 1j])
+def test_keys_that_cannot_be_compared_are_refused(key):
+    kind = type(key[1] if isinstance(key, tuple) else key).__name__
+    with pytest.raises(ValueError, match=f"key of an answer: got {kind} .*, need a str, bool, int, finite float"):
+        make_grader(lambda text: key)("")
 
 
 # -- parity
