@@ -263,6 +263,8 @@ class Cohort:
         if isinstance(self.labels, OtherView):
             need = f"a second wording of the questions for each of {self.names}"
             require(set(given) == set(self.names), "views", self.args.views, need)
+            need = "second wordings: columns other than 'prompt'"
+            require("prompt" not in given.values(), "views", self.args.views, need)
             seconds, given = {f"{name}@{view}": view for name, view in given.items()}, {}
             students += seconds
         wanted = self.labels.voters(students)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 
@@ -206,10 +206,10 @@ class CoRLConfig(TrainConfig):
     num_votes: int | None = None  # rollouts that vote, >= num_generations; None: as many as are trained
     tie: str = "abstain"  # abstain | peer_assist | logprob | first (in rollout order)
     min_votes: int = 2  # the majority needs at least this many
-    vote_threshold: float = 0.0  # and this share
+    vote_threshold: float = 0.0  # and this share; "weighted" (its margin) and "soft" take no notice
     vote_denominator: str = "votes"  # of all votes, or "parsed": of those with an answer
     truncated_votes: bool = True  # whether a rollout cut off by length may vote
-    grader: Any = "math"  # math | choice | number | text, or a function from response to a hashable answer (None: none)
+    grader: Any = "math"  # math | choice | number | text, or a function: response -> str, number, tuple, … (None: none)
     views: dict | None = None  # model -> column that it reads the question from; default "prompt"
     drop_missing: bool = False  # leave out questions that a view lacks; else they are an error
     unlabelled: str = "drop"  # prompts without a label: drop | zero (train as if every answer were wrong)
@@ -218,15 +218,24 @@ class CoRLConfig(TrainConfig):
     ema: tuple[float, ...] = (0.99, 0.9999)  # labels="ema": how slowly the teacher follows, at the start and the end
     alarms: bool = True  # a model that collapses stops being updated and goes on voting
     gold_column: str = "answer"  # taken out of the training data; seen by labels="gold" and by monitors only
-    parity: str | None = None  # "corl-ff476f0": vote, grade and average as the published code does (PARITY)
+    parity: str | None = (
+        None  # "corl-ff476f0": vote, grade and average as the published code does (PARITY, no other values)
+    )
 
     def __post_init__(self) -> None:
         require(self.parity is None or self.parity in PARITY, "parity", self.parity, " or ".join(["None", *PARITY]))
+        default = {f.name: f.default for f in fields(self)}
         for name, value in PARITY.get(self.parity, {}).items():
+            got = getattr(self, name)
+            need = f"{value!r}, or none given, with parity {self.parity!r}"
+            require(got in (value, default[name]), name, got, need)
             object.__setattr__(self, name, value)
         super().__post_init__()
         G, V = self.num_generations, self.num_votes
         require(V is None or V >= G, "num_votes", V, f"None or >= {G}, num_generations")
+        kinds = ("math", "choice", "number", "text")
+        known = self.parity or callable(self.grader) or self.grader in kinds
+        require(bool(known), "grader", self.grader, f"{' or '.join(kinds)}, or a function")
         passes = (self.num_iterations, self.steps_per_generation)
         require(self.on_policy, "num_iterations, steps_per_generation", passes, "1, 1 for method 'corl'")
         for name, kinds in {

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCAB, tiny_model
+from tiny_models import tiny_model
 from training import equal, weights
 
 import fastcollab as fc
@@ -209,9 +209,9 @@ def test_the_teacher_follows_its_model(tmp_path):
 
 
 def test_parity_sets_every_choice_of_the_published_code(tmp_path):
-    args = config(tmp_path, parity="corl-ff476f0")
+    args = config(tmp_path, parity="corl-ff476f0", grader="math", tie="first")  # its own value may be said too
     assert {name: getattr(args, name) for name in PARITY["corl-ff476f0"]} == PARITY["corl-ff476f0"]
-    _, log, history = train(tmp_path, parity="corl-ff476f0")
+    _, log, history = train(tmp_path, parity="corl-ff476f0", grader="math")
     assert all(r is not None for line in log for x in line["labels"].values() for r in x["rewards"])
     assert history[0]["a/trained_tokens"] == history[0]["a/num_tokens"]  # groups without signal count
 
@@ -310,6 +310,7 @@ def test_a_ballot_that_comes_twice_counts_once(tmp_path):
 # -- bad input
 
 
+PUBLISHED = "corl-ff476f0"
 BAD = {
     "reward_funcs": ({"reward_funcs": len}, "reward_funcs: got <built-in function len>, need none for method 'corl'"),
     "names": ({"models": {"a@b": None}}, "models: got \\['a@b'\\], need at least one, names without '@' and ','"),
@@ -334,6 +335,19 @@ BAD = {
     "config": ({"args": fc.GRPOConfig()}, "args: got 'GRPOConfig', need CoRLConfig for method 'corl'"),
     "passes": ({"num_iterations": 2}, "num_iterations, steps_per_generation: got \\(2, 1\\), need 1, 1 for method"),
     "parity": ({"parity": "corl"}, "parity: got 'corl', need None or corl-ff476f0"),
+    "grader": ({"grader": "maths"}, "grader: got 'maths', need math or choice or number or text, or a function"),
+    "grader of parity": ({"grader": PUBLISHED}, f"grader: got '{PUBLISHED}', need math or choice"),
+    "no grader": ({"grader": None}, "grader: got None, need math"),
+    "parity and a tie": (
+        {"parity": PUBLISHED, "grader": "math", "tie": "logprob"},
+        f"tie: got 'logprob', need 'first', or none given, with parity '{PUBLISHED}'",
+    ),
+    "parity and votes": ({"parity": PUBLISHED, "grader": "math", "min_votes": 3}, "min_votes: got 3, need 1, or none"),
+    "parity and a grader": ({"parity": PUBLISHED}, f"grader: got .*, need '{PUBLISHED}', or none given"),
+    "one wording": (
+        {"labels": "views", "views": {"a": "other", "b": "prompt"}},
+        "views: got {'a': 'other', 'b': 'prompt'}, need second wordings: columns other than 'prompt'",
+    ),
     "beta": ({"beta": 0.1}, "denominator: got 'active', need 'all' with beta > 0"),
 }
 
@@ -366,4 +380,3 @@ def test_ballots_hold_no_text_of_the_question():
     """All that crosses between models is listed here: a new field would be a new channel."""
     assert {f.name for f in dataclasses.fields(Ballot)} == {
         "run", "step", "uid", "voter", "view", "version", "keys", "logprobs"}  # fmt: skip
-    assert VOCAB > 0

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import fastcollab as fc
 from fastcollab.grading import equal, extract, key
-from fastcollab.grading.answer import LONGEST, _key
+from fastcollab.grading.answer import KINDS, LONGEST, _key
 
 CASES = {c["id"]: c for c in json.loads((Path(__file__).parent / "cases.json").read_text())}
 
@@ -179,6 +180,10 @@ def test_an_absent_or_empty_answer_equals_nothing():
 )
 def test_kinds(a, b, kind, same):
     assert equal(a, b, kind) is same
+
+
+def test_the_kinds_are_those_of_a_config():
+    assert [fc.CoRLConfig(grader=kind).grader for kind in KINDS] == list(KINDS)
 
 
 def test_bad_calls_name_what_is_needed():
