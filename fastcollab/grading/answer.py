@@ -8,8 +8,8 @@ from fractions import Fraction
 from functools import lru_cache
 
 from fastcollab.config import require
-from fastcollab.grading.clean import before_unit, clean, closes_last, split, unwrap
-from fastcollab.grading.expression import WORDS, NotAFormula, number, parse
+from fastcollab.grading.clean import WRAPPER, before_unit, clean, closes_last, split, unwrap
+from fastcollab.grading.expression import PLAIN, WORDS, NotAFormula, number, parse
 from fastcollab.grading.value import has_symbols, order_key, ratio_key, value_key
 
 KINDS = ("math", "choice", "number", "text")
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"([+-]?)(?:(\d{1,3}(?:,\d{3})+)|(\d+))?(\.\d*)?")
 _MIXED = re.compile(r"([+-]?) ?(\d+) +(\d+) ?/ ?(\d+)")
 _REPEATING = re.compile(r"([+-]?)(\d*)\.(\d*)\\overline\{(\d+)\}")
 _BASE = re.compile(r"(\d[0-9a-zA-Z]*|[0-9A-Z]*\d[0-9A-Z]*)_(?:\{(\d+)\}|(\d+))")
-_SYMBOL = re.compile(r"\\?[a-zA-Z]+(?:_(?:\{\w+\}|\w+))?(?:\([a-zA-Z]\))?")
+_SYMBOL = re.compile(rf"(?:\\[a-zA-Z]+|[a-zA-Z]|{'|'.join(PLAIN)})(?:_(?:\{{\w+\}}|[a-zA-Z]|\d+))?(?:\([a-zA-Z]\))?")
 _NAMED = {
     "": None, r"\emptyset": ("set",), r"\{\}": ("set",), "nosolution": ("set",), "nosolutions": ("set",),
     "dne": ("text", "undefined"), "doesnotexist": ("text", "undefined"), "undefined": ("text", "undefined"),
@@ -84,7 +84,7 @@ def _read(text: str) -> tuple:
     if before is not None and _is_constant(before):
         return _plain(before) or value_key(parse(before))
     name, rest = map(str.strip, text.split("=", 1)) if "=" in text else ("", "")
-    if _SYMBOL.fullmatch(unwrap(name)) and (plain := _plain(before_unit(rest) or rest)) is not None:
+    if _is_symbol(name) and (plain := _plain(before_unit(rest) or rest)) is not None:
         return plain  # before lists: x = 1,000 is none
     if text[:1] in r"([\{" and _depth(text) > DEEPEST:
         raise NotAFormula("too deep")
@@ -154,6 +154,14 @@ def _is_formula(word: str) -> bool:
     return any(word.startswith(name) and word[len(name) :] in rests for name in WORDS)
 
 
+def _is_symbol(text: str) -> bool:
+    r"""Of one quantity: a letter or Greek word, perhaps with a subscript or argument; a word; what \text{…} names."""
+    name = unwrap(text)
+    if WRAPPER.fullmatch(text.strip()):
+        return name.replace(" ", "").isalpha()
+    return bool(_SYMBOL.fullmatch(name)) or name.isalpha() and _is_words(name)
+
+
 # -- intervals
 
 
@@ -184,11 +192,11 @@ def _inequality(text: str) -> tuple | None:
         sides = [side.translate({60: 62, 62: 60}) if i % 2 else side for i, side in enumerate(sides)][::-1]
     if any(sign[0] == ">" for sign in sides[1::2]):
         raise NotAFormula("an inequality that turns")
-    if len(sides) == 3 and _SYMBOL.fullmatch(sides[0]):
+    if len(sides) == 3 and _is_symbol(sides[0]):
         return (False, _end(r"-\infty"), _end(sides[2]), "=" in sides[1])
-    if len(sides) == 3 and _SYMBOL.fullmatch(sides[2]):
+    if len(sides) == 3 and _is_symbol(sides[2]):
         return ("=" in sides[1], _end(sides[0]), _end(r"\infty"), False)
-    if len(sides) == 5 and _SYMBOL.fullmatch(sides[2]):
+    if len(sides) == 5 and _is_symbol(sides[2]):
         return ("=" in sides[1], _end(sides[0]), _end(sides[4]), "=" in sides[3])
     raise NotAFormula("an inequality of another form")
 
@@ -236,7 +244,7 @@ def _collection(text: str) -> tuple | None:
     if len(parts) > 1:
         sides = [part.partition("=") for part in parts]
         names = {left.strip() for left, _, _ in sides}
-        if len(names) == len(parts) and all(map(_SYMBOL.fullmatch, names)) and all(sign for _, sign, _ in sides):
+        if len(names) == len(parts) and all(map(_is_symbol, names)) and all(sign for _, sign, _ in sides):
             return ("tuple", *(_read(right.strip()) for _, _, right in sorted(sides)))  # x = 1, y = 2
         return _set(parts)
     if _SIGNS.search(text) and "=" not in text:
@@ -264,17 +272,17 @@ def _matrix(text: str) -> tuple | None:
 
 def _equation(text: str) -> tuple | None:
     member = _IN.split(text)
-    if len(member) == 2 and _SYMBOL.fullmatch(member[0].strip()):
+    if len(member) == 2 and _is_symbol(member[0]):
         return _read(member[1].strip())
     sides = [side.strip() for side in text.split("=")]
     if len(sides) == 1:
         return None
     left, right = unwrap(sides[0]), sides[-1]
-    named = split(left[1:-1]) if left[:1] == "(" and closes_last(left) else [left]
-    if all(map(_SYMBOL.fullmatch, named)):
+    named = split(left[1:-1]) if left[:1] == "(" and closes_last(left) else [sides[0]]
+    if all(map(_is_symbol, named)):
         return _read(right)
     if len(sides) > 2:
         raise NotAFormula("a chain of equations")
-    if _SYMBOL.fullmatch(unwrap(right)):
+    if _is_symbol(right):
         return _read(sides[0])
     return ("equation", *ratio_key(("add", parse(left), ("neg", parse(unwrap(right))))))

@@ -16,7 +16,7 @@ _NOTHING = re.compile(
 )
 _SPACE = re.compile(r"(?<!\\)\\[,;:> ]|\\q?quad(?![a-zA-Z])|~|\\hspace\{[^{}]*\}")
 _WRAP = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}"
-_WRAPPER = re.compile(_WRAP)
+WRAPPER = re.compile(_WRAP)
 _JOIN = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{\s*,?\s*(and|or)\s*\}")
 _KNOWN = (
     "cm mm km kg mg lbs? oz ft in inch(?:es)? feet foot yards? miles? mph met(?:er|re)s? grams? lit(?:er|re)s? hours? "
@@ -37,7 +37,7 @@ def clean(answer: str) -> str:
         before = text
         if text.endswith((".", ",")) and not text.endswith(".."):
             text = text[:-1].rstrip()
-        if outer := _WRAPPER.fullmatch(text):
+        if outer := WRAPPER.fullmatch(text):
             text = outer[1].strip()
         if text[:1] == "{" and closes_last(text):
             text = text[1:-1].strip()
@@ -47,7 +47,7 @@ def clean(answer: str) -> str:
 
 def unwrap(text: str) -> str:
     r"""``\text{…}`` and its kind without the command, single spaces."""
-    return " ".join(_WRAPPER.sub(r" \1 ", text).split())
+    return " ".join(WRAPPER.sub(r" \1 ", text).split())
 
 
 def before_unit(text: str) -> str | None:
