@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,9 +22,11 @@ from fastcollab.advantages import bnpo_weights
 from fastcollab.cohort import Cohort
 from fastcollab.confidence import FLOOR, own_confidence, peer_likelihood
 from fastcollab.diagnostics import gold_metrics
+from fastcollab.grading import extract
 from fastcollab.labels import Label
 from fastcollab.voters import gold_key, make_grader
 
+CASES = {c["id"]: c for c in json.loads((Path(__file__).parent / "cases.json").read_text())}
 CHARACTERS = ["<s>", "</s>", *"0123456789+=?\\{}bdeox"]
 WORDS = ["<|end|>", *CHARACTERS[2:], "bo", "box", "10", "12"]  # another vocabulary, other ids for the same text
 
@@ -135,6 +138,19 @@ def test_peer_likelihood_reads_the_text_in_its_own_tokens(tmp_path):
 
 
 # -- keys
+
+
+def test_c44_a_box_in_the_prompt_is_never_read(tmp_path):
+    case, given = CASES["C44"], pair()
+    assert case["expected"]["prompt_box"] == "never used"
+    rows = [{"prompt": case["input"]["prompt_containing_box"]}]
+    cohort = Cohort(given["models"], rows, config(tmp_path, prompts_per_step=1), None, given["processing_class"])
+    for voter in cohort.voters.values():
+        voter.answer(cohort.rows, 0, 4, cohort.args)
+        asked = voter.engine.tokenizer.decode(voter.rollouts[0].prompt_ids).replace(" ", "")
+        assert extract(asked + voter.text(voter.rollouts[0])) == "42"  # were it read too
+        assert voter.keys == [None] * 4
+
 
 EQUAL = [
     (1, 1.0, True, Fraction(1)), (0.5, Fraction(1, 2)), (0, -0.0, False), (frozenset({0, 8}), frozenset({8, 0})),

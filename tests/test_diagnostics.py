@@ -190,7 +190,8 @@ def test_an_alarm_for_each_collapse(reason):
     alarms, found = run(COLLAPSES[reason])
     raised = [k for k, f in enumerate(found) if f]
     assert len(raised) == 1 and found[raised[0]]["a"].startswith(reason)  # said once
-    assert raised[0] == (SMOOTH + PATIENCE if reason == "eff_group" else 2 * SMOOTH) - 1 or reason == "dup"
+    after = {"eff_group": PATIENCE, "dup": SMOOTH + 1}.get(reason, SMOOTH)  # "dup" begins with the collapse
+    assert raised[0] == SMOOTH + after - 1
     assert alarms.paused("a") and not alarms.paused("b")
 
 

@@ -15,6 +15,7 @@ import pytest
 import fastcollab as fc
 from fastcollab.grading import equal, extract, key
 from fastcollab.grading.answer import KINDS, LONGEST, _key
+from fastcollab.voters import make_grader
 
 CASES = {c["id"]: c for c in json.loads((Path(__file__).parent / "cases.json").read_text())}
 
@@ -200,6 +201,10 @@ def verdict(case) -> bool:
     return equal(extract(case["pred"]), case["gold"])
 
 
+def faulty(text):
+    return 1 / 0
+
+
 def test_c46_grades_anywhere():
     case = CASES["C46"]["input"]
     check = partial(verdict, case)
@@ -211,6 +216,16 @@ def test_c46_grades_anywhere():
     assert asyncio.run(asyncio.to_thread(check)) is True
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(verdict, (case,)) is True
+        with pytest.raises(ValueError, match="answer: got None"):
+            pool.apply(key, (None,))
+    assert CASES["C46"]["expected"]["exceptions"] == 'surface as "not graded" (None), not as 0'
+    for fault, error in ((partial(key, None), ValueError), (partial(make_grader(faulty), "text"), ZeroDivisionError)):
+        with ThreadPoolExecutor(8) as pool, pytest.raises(error):  # no verdict: it comes out where it is asked for
+            pool.submit(fault).result()
+        with pytest.raises(error):
+            asyncio.run(asyncio.to_thread(fault))
+    for nothing in ("no box", r"\boxed{}", r"\boxed{\frac{2}{5}"):
+        assert make_grader("math")(nothing) is None
 
 
 N = 10**6
