@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCAB, tiny_model
+from tiny_models import tiny_model
 from training import equal, weights
 
 import fastcollab as fc
@@ -364,4 +364,3 @@ def test_ballots_hold_no_text_of_the_question():
     """All that crosses between models is listed here: a new field would be a new channel."""
     assert {f.name for f in dataclasses.fields(Ballot)} == {
         "run", "step", "uid", "voter", "view", "version", "keys", "logprobs"}  # fmt: skip
-    assert VOCAB > 0
