@@ -135,8 +135,8 @@ def run_train(options: argparse.Namespace, rest: list[str]) -> int:
     models = {role: resolve(model) for role, model in run["models"].items()}
     data, held_out = resolve(run["train_dataset"]), resolve(run.get("eval_dataset"))
     funcs = [load_object(func) if isinstance(func, str) else resolve(func) for func in run["reward_funcs"]]
-    peft_config = _peft_config(resolve(run.get("peft_config")))
-    tokenizer = _tokenizer(resolve(run.get("processing_class")))
+    peft_config = _each(_peft_config, run.get("peft_config"), models)
+    tokenizer = _each(_tokenizer, run.get("processing_class"), models)
     save_inputs(args.output_dir, settings={"method": run["method"], **plain(args)})
     result = train(
         run["method"],
@@ -151,6 +151,15 @@ def run_train(options: argparse.Namespace, rest: list[str]) -> int:
     )
     print(f"{result.output_dir}: metrics.jsonl and the trained model; fastcollab report {result.output_dir}")
     return 0
+
+
+def _each(make: Callable[[Any], Any], value: Any, models: Mapping[str, Any]) -> Any:
+    """One for all models, or a mapping of model to its own."""
+    from fastcollab.run_config import resolve
+
+    if isinstance(value, Mapping) and value and set(value) <= set(models):
+        return {name: make(resolve(own)) for name, own in value.items()}
+    return make(resolve(value))
 
 
 def _peft_config(value: Any) -> Any:

@@ -25,18 +25,18 @@ from fastcollab.checkpoint import load_checkpoint, prune, save_checkpoint, save_
 from fastcollab.confidence import KINDS, Confidence
 from fastcollab.config import CoRLConfig, require
 from fastcollab.data import Cursor, load_dataset
-from fastcollab.diagnostics import Alarms, cohort_metrics, gold_metrics, selection_score
+from fastcollab.diagnostics import Alarms, accuracy, cohort_metrics, gold_metrics, selection_score
 from fastcollab.engine import Engine, load_models
 from fastcollab.exchange import Exchange, LocalExchange
 from fastcollab.labels import Ballots, Label, Labels, OtherView, make_labels
 from fastcollab.learner import Learner, trainable
-from fastcollab.packing import Item
+from fastcollab.model import Model
 from fastcollab.pools import parse_memory
 from fastcollab.questions import readable, without_gaps, without_gold
-from fastcollab.run_log import RunLog, keep_lines
+from fastcollab.run_log import RunLog, finite, keep_lines
 from fastcollab.sampling import content_uid
 from fastcollab.tokens import encode_prompt
-from fastcollab.types import TrainResult
+from fastcollab.types import Rollout, TrainResult
 from fastcollab.voters import EMA, Voter, gold_key
 
 LONG = 64  # tokens; shorter answers are often written twice, and that is no sign of collapse
@@ -65,20 +65,28 @@ class Cohort:
         self.eval_rows, self.eval_gold = self._questions(eval_dataset, "eval_dataset") if eval_dataset else ([], {})
         self.labels = self._labels()
         self.views, self.students = self._views()
-        self.rows = without_gaps(self.rows, set(self.views.values()), args.drop_missing)
+        self.rows, self.eval_rows = (
+            without_gaps(rows, set(self.views.values()), args.drop_missing) if rows else []
+            for rows in (self.rows, self.eval_rows)
+        )
         adapters = peft_config if isinstance(peft_config, Mapping) else dict.fromkeys(self.names, peft_config)
         ready = {name: trainable(name, models[name], adapters.get(name), args) for name in self.names}
         self.models = load_models(ready, args.device, args.model_init_kwargs)
+        _own_weights(self.models)
         self.teachers = {n: EMA(self.models[_model(n)], *args.ema) for n in self.views if n.endswith("@ema")}
         self.voters = self._voters(tokenizers)
-        self.rows = readable(self.rows, [self._lengths(i, row) for i, row in enumerate(self.rows)])
-        self.cursor = Cursor(len(self.rows), args.prompts_per_step, args.seed, args.shuffle)
+        self.rows, self.eval_rows = (
+            readable(rows, [self._lengths(i, row) for i, row in enumerate(rows)]) if rows else []
+            for rows in (self.rows, self.eval_rows)
+        )
+        self.cursor = Cursor(len(self.rows), args.prompts_per_step, args.seed, args.shuffle, once=True)
         self.total_steps = args.max_steps if args.max_steps > 0 else self.cursor.num_steps(args.num_train_epochs)
         self.learners = {
             name: Learner(self.models[name], self.voters[name].engine.vocab_size, args, self.total_steps)
             for name in self.names
         }
-        self.run_id = f"{content_uid(json.dumps([row['uid'] for row in self.rows])):x}-{args.seed}"
+        read = [[row["uid"], *(row[view] for view in sorted(set(self.views.values())))] for row in self.rows]
+        self.run_id = f"{content_uid(json.dumps(read)):x}-{args.seed}"
         self.exchange = exchange or LocalExchange(self.run_id, self.views)
         self.alarms = Alarms(self.names)
         first = self.learners[self.names[0]]
@@ -98,7 +106,7 @@ class Cohort:
                 row = log.write(self.train_step())
                 for name, reason in self.alarms.look(row).items() if args.alarms else ():
                     warnings.warn(f"step {self.step}: {name} is not updated any more: {reason}", stacklevel=2)
-                if args.eval_steps and self.step % args.eval_steps == 0:
+                if self.eval_rows and args.eval_steps and self.step % args.eval_steps == 0:
                     self.evaluate()
                 if args.save_steps and self.step % args.save_steps == 0:
                     self.checkpoint()
@@ -112,7 +120,7 @@ class Cohort:
     def train_step(self) -> dict[str, Any]:
         """Answer, exchange, label, update; the metrics row of the step."""
         started = perf_counter()
-        rows = [self.rows[index] for index, _ in self.cursor.next_batch()]
+        self.step_rows = rows = [self.rows[index] for index, _ in self.cursor.next_batch()]
         uids = [row["uid"] for row in rows]
         for voter in self.voters.values():
             voter.answer(rows, self.step, self.num_votes, self.args)
@@ -163,58 +171,69 @@ class Cohort:
 
     def update(self, name: str, rewards: Mapping[str, np.ndarray]) -> dict[str, float]:
         """One optimiser step of a model on the rollouts of all its views."""
-        args, learner, items, row = self.args, self.learners[name], [], {}
+        args, learner, row = self.args, self.learners[name], {}
+        rollouts: list[Rollout] = []
+        advantages, kept, counted = [], [], []
         for student in (s for s in self.students if _model(s) == name):
             own = torch.from_numpy(rewards[student].ravel())
             trained = [r for r in self.voters[student].rollouts if r.sample < args.num_generations]
-            advantage, metrics = group_advantages(own, [r.group for r in trained], args.scale_rewards, eps=1e-4)
-            kept = ~own.isnan().numpy()
+            groups = [r.group for r in trained]
+            advantage, metrics = group_advantages(own, groups, args.scale_rewards, eps=1e-4)
+            keep = ~own.isnan().numpy()
             if args.mask_truncated_completions:
-                kept &= [r.finish != "length" for r in trained]
-            masks = [np.full(len(r.ids), k) for r, k in zip(trained, kept, strict=True)]
-            if args.loss_type == "bnpo":
-                advantage = advantage * bnpo_weights([int(mask.sum()) for mask in masks], args.bnpo_rows)
-            items += learner.items(trained, masks, advantage.tolist(), kept)
+                keep &= [r.finish != "length" for r in trained]
+            signal = {group for group, a in zip(groups, advantage.tolist(), strict=True) if a != 0}
+            rollouts += trained
+            advantages += advantage.tolist()
+            kept += keep.tolist()
+            active = [args.denominator == "all" or group in signal for group in groups]
+            counted += (keep & active).tolist()
             row |= {key: value for key, value in metrics.items() if student == name}
+            self.log_completions(student, trained, rewards[student].ravel())
         row |= self.describe(self.voters[name])
         if self.alarms.paused(name):
             return row | {"paused": 1.0}
+        tokens = [len(r.ids) * k for r, k in zip(rollouts, counted, strict=True)]
+        if args.loss_type == "bnpo":
+            places = [i for i, n in enumerate(tokens) if n]
+            for i, weight in zip(places, bnpo_weights([tokens[i] for i in places], args.bnpo_rows), strict=True):
+                advantages[i] *= float(weight)
+        masks = [np.full(len(r.ids), k) for r, k in zip(rollouts, kept, strict=True)]
+        items = learner.items(rollouts, masks, advantages, np.array(kept))
+        denominator = sum(tokens) if args.loss_type in ("dapo", "cispo", "bnpo") else sum(counted)
         for voter in self.voters.values():
             voter.version += voter.model is self.models[name]
-        return row | learner.update(items, self.denominator(items), self.step) | {"paused": 0.0}
+        return row | learner.update(items, max(1, denominator), self.step) | {"paused": 0.0}
 
-    def denominator(self, items: Sequence[Item]) -> float:
-        """What the loss type divides by; with "active" the groups without signal are not counted (corl spec 2.9)."""
-        args = self.args
-        counted = [i for i in items if i.kept and (args.denominator == "all" or i.advantage != 0)]
-        if args.loss_type in ("dapo", "cispo", "bnpo"):
-            return max(1, sum(int(i.mask.sum()) for i in counted))
-        return max(1, len(counted))
+    def log_completions(self, student: str, rollouts: Sequence[Rollout], rewards: np.ndarray) -> None:
+        """With the setting of that name, every ``logging_steps`` steps."""
+        args, voter = self.args, self.voters[student]
+        if args.log_completions and (self.step + 1) % args.logging_steps == 0:
+            uids = [self.step_rows[r.group]["uid"] for r in rollouts]
+            facts = [{"step": self.step + 1, "model": student, "uid": uid, "reward": finite(reward)}
+                     for uid, reward in zip(uids, rewards.tolist(), strict=True)]  # fmt: skip
+            self.run_log.completions(rollouts, voter.engine.tokenizer, args.num_completions_to_print, facts)
 
     def evaluate(self) -> dict[str, Any]:
         """One row under ``eval/``, of V answers to each evaluation question.
 
         Per model the accuracy of its answers and of its majority where the right ones are known, and
-        ``selection_score``, which needs none: take the checkpoint where it is highest.
+        ``selection_score``, which needs none: take the checkpoint where it is highest. It compares models with each
+        other and with their own second views, so one model alone has none.
         """
         row, ballots, V = {"step": self.step}, {}, self.num_votes
-        for name in self.names:
+        uids = [question["uid"] for question in self.eval_rows]
+        for name in self.students:
             own = self.voters[name]
             asked = Voter(name, own.model, own.engine, own.view, salt="eval")
             asked.answer(self.eval_rows, 0, V, self.args)
-            for group, question in enumerate(self.eval_rows):
-                ballots[name, question["uid"]] = asked.ballot(self.run_id, 0, question["uid"], group, V)
-            known = [(r.group, key) for r, key in zip(asked.rollouts, asked.keys, strict=True)]
-            gold = [self.eval_gold.get(question["uid"]) for question in self.eval_rows]
-            right = [self.same(key, gold[group]) for group, key in known if gold[group] is not None]
-            row[f"eval/{name}/accuracy"] = _mean(right)
+            ballots |= {(name, uid): asked.ballot(self.run_id, 0, uid, group, V) for group, uid in enumerate(uids)}
         if self.eval_gold:
-            uids = [question["uid"] for question in self.eval_rows]
-            silent = {(name, uid): Label(None) for name in self.names for uid in uids}
-            none = {name: np.full((len(uids), V), np.nan) for name in self.names}
-            found = gold_metrics(uids, self.names, ballots, silent, none, self.eval_gold, self.same)
-            row |= {f"eval/{name}/majority": found[f"{name}/vote_acc"] for name in self.names}
-        row["eval/selection_score"] = selection_score(ballots)
+            for name in self.names:
+                found = accuracy(uids, name, ballots, self.eval_gold, self.same)
+                row |= {f"eval/{name}/{key}": value for key, value in found.items()}
+        if len(self.students) > 1:
+            row["eval/selection_score"] = selection_score(ballots)
         return self.run_log.write(row, is_step=False)
 
     # -- parts
@@ -227,6 +246,11 @@ class Cohort:
     def same(self) -> Callable[[str | None, str | None], bool]:
         """How keys are compared with right answers."""
         return grading.equal if self.args.parity else operator.eq
+
+    @property
+    def teaching(self) -> str:
+        """Who teaches whom by what votes: a checkpoint is resumed under the same."""
+        return f"{type(self.labels).__name__} {self.views} of {self.num_votes} votes {sorted(self.args.vote.items())}"
 
     @property
     def grading_s(self) -> float:
@@ -251,6 +275,8 @@ class Cohort:
         if named == "gold":
             need = "the right answers, for labels 'gold'"
             require(bool(self.gold), f"column {args.gold_column!r}", None, need)
+            unknown = [row["uid"] for row in self.rows if row["uid"] not in self.gold]
+            require(not unknown, f"column {args.gold_column!r}", f"none for {unknown[:4]}", need)
             options["answers"] = self.gold
         return make_labels(named, args.vote, args.seed, **options)
 
@@ -315,16 +341,19 @@ class Cohort:
         labels: Mapping[tuple[str, str], Label],
         rewards: Mapping[str, np.ndarray],
     ) -> None:
-        """One line per question: every ballot, every label and what it paid; every metric follows from these."""
+        """One line per question: ballots, labels and what they paid; what the optimiser did is in metrics.jsonl."""
         for group, uid in enumerate(uids):
             line: dict[str, Any] = {"run": self.run_id, "step": self.step, "uid": uid, "ballots": {}, "labels": {}}
-            for name in self.voters:
+            for name, voter in self.voters.items():
                 ballot = ballots[name, uid]
-                line["ballots"][name] = {"view": ballot.view, "version": ballot.version, "keys": ballot.keys}
+                own = voter.rollouts[group * self.num_votes : (group + 1) * self.num_votes]
+                line["ballots"][name] = {"view": ballot.view, "version": ballot.version, "keys": ballot.keys,
+                                         "lengths": [len(r.ids) for r in own],
+                                         "finish": [r.finish for r in own]}  # fmt: skip
             for name in self.students:
                 label, paid = labels[name, uid], rewards[name][group].tolist()
                 line["labels"][name] = {"key": label.key, "scores": label.scores, "teachers": label.teachers,
-                                        "rewards": [None if r != r else r for r in paid]}  # fmt: skip
+                                        "rewards": [finite(r) for r in paid]}  # fmt: skip
             self.label_sink.write(json.dumps(line, allow_nan=False) + "\n")
         self.label_sink.flush()
 
@@ -334,6 +363,7 @@ class Cohort:
             voter.engine.forget()
         tokenizers = {name: self.voters[name].engine.tokenizer for name in self.names}
         state = {"cursor": self.cursor.state_dict(), "alarms": self.alarms.state_dict(), "run": self.run_id}
+        state["teaching"] = self.teaching
         state["versions"] = {name: voter.version for name, voter in self.voters.items()}
         teachers = {name: ema.model for name, ema in self.teachers.items()}
         root = self.run_log.folder
@@ -344,6 +374,8 @@ class Cohort:
         """Continue from a checkpoint; rows of both logs beyond it are dropped."""
         state = load_checkpoint(folder, self.learners, {name: ema.model for name, ema in self.teachers.items()})
         require(state["run"] == self.run_id, "checkpoint of run", state["run"], f"{self.run_id}: these data and seed")
+        need = f"{self.teaching}, as this run has"
+        require(state["teaching"] == self.teaching, "checkpoint's labels", state["teaching"], need)
         self.cursor.load_state_dict(state["cursor"])
         self.alarms.load_state_dict(state["alarms"])
         for name, version in state["versions"].items():
@@ -356,6 +388,16 @@ class Cohort:
 def _model(voter: str) -> str:
     """The model's name in a voter's: what stands before "@"."""
     return voter.partition("@")[0]
+
+
+def _own_weights(models: Mapping[str, Model]) -> None:
+    """Raises ValueError where two models train the same weights: they would be one."""
+    owner: dict[int, str] = {}
+    for name, model in models.items():
+        for parameter in model.module.parameters():
+            first = owner.setdefault(id(parameter), name)
+            need = "weights of their own: give the path twice, or a deepcopy"
+            require(first == name, "models", f"the same weights as {first!r} and {name!r}", need)
 
 
 def _mean(values: Sequence[float | None]) -> float:

@@ -21,7 +21,7 @@ from fastcollab.labels import Ballots, Label
 from fastcollab.model import Head
 from fastcollab.packing import Item, micro_batches
 from fastcollab.scoring import head_inputs, rollout_logprobs
-from fastcollab.tokens import encode_prompt
+from fastcollab.tokens import decode, encode_prompt
 from fastcollab.types import Rollout
 from fastcollab.voters import Voter
 
@@ -56,7 +56,8 @@ class Confidence:
         own = voters[student]
         if self.kind == "peer_likelihood":
             peers = [voter for name, voter in voters.items() if name != student]
-            return np.mean([peer_likelihood(peer, own, rows, args) for peer in peers], axis=0)
+            scores = np.array([peer_likelihood(peer, own, rows, args) for peer in peers])
+            return np.where(np.isnan(scores).any(0), np.nan, scores.sum(0) / len(peers))
         certainty, entropy = own_confidence(own, args)
         return certainty if self.kind == "self_certainty" else -entropy
 
@@ -101,16 +102,22 @@ def _target_and_mean_logit(h: Tensor, head: Head, target: Tensor) -> tuple[Tenso
 
 
 def peer_likelihood(peer: Voter, writer: Voter, rows: Sequence[Mapping[str, Any]], args: TrainConfig) -> np.ndarray:
-    """Mean log-prob per token of the writer's texts under the peer, fp64 [N]; a peer reads its own view and tokens."""
+    """Mean log-prob per token of the writer's texts under the peer, fp64 [N]; a peer reads its own view and tokens.
+
+    The text is without special tokens, so that its end is not scored. NaN where it is empty, or where the peer has no
+    room for a token of it; what goes beyond the peer's longest text is not scored.
+    """
     tokenizer = peer.engine.tokenizer
     require(tokenizer is not None, f"tokenizer of {peer.name!r}", None, "one, to read the texts of others")
     prompts = [encode_prompt(tokenizer, row[peer.view], i, args.chat_template_kwargs) for i, row in enumerate(rows)]
-    read = []
+    read, longest = [], peer.model.max_length
     for r in writer.rollouts:
-        ids = tokenizer(writer.text(r), add_special_tokens=False)["input_ids"]
+        text = decode(writer.engine.tokenizer, r.ids) or writer.text(r)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = ids if longest is None else ids[: max(0, longest - len(prompts[r.group]))]
         parts = (np.zeros(len(ids), np.uint8), (peer.name,), np.zeros(len(ids), np.float32), r.finish)
         read.append(Rollout(prompts[r.group], ids, *parts, group=r.group))
     masks = [np.ones(len(r.ids), bool) for r in read]
     settings = (peer.engine.vocab_size, args.temperature, args.micro_batch_tokens)
     scored = rollout_logprobs(peer.model, read, masks, *settings)
-    return np.array([np.maximum(x, FLOOR).mean(dtype=np.float64) if len(x) else FLOOR for x in scored])
+    return np.array([np.maximum(x, FLOOR).mean(dtype=np.float64) if len(x) else np.nan for x in scored])

@@ -64,6 +64,8 @@ class TrainConfig:
     learning_rate: float = 1e-6
     lr_scheduler_type: str = "constant"  # constant | linear | cosine, after the warm-up
     warmup_steps: int = 0
+    warmup_ratio: float = 0.0  # the warm-up as a part of the run, where warmup_steps is 0
+    min_lr_rate: float = 0.0  # part of the learning rate that linear and cosine end at
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_epsilon: float = 1e-8
@@ -128,6 +130,8 @@ class TrainConfig:
         if isinstance(self.scale_rewards, bool):  # as in TRL
             object.__setattr__(self, "scale_rewards", "group" if self.scale_rewards else "none")
         require(self.scale_rewards in ("group", "none"), "scale_rewards", self.scale_rewards, "group or none")
+        for name in ("warmup_ratio", "min_lr_rate"):
+            require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "in [0, 1]")
         kinds = ("constant", "linear", "cosine")
         require(self.lr_scheduler_type in kinds, "lr_scheduler_type", self.lr_scheduler_type, " or ".join(kinds))
         if self.sampling.truncates:
@@ -200,6 +204,12 @@ class CoRLConfig(TrainConfig):
     """Independent models, each rewarded by agreeing with a peer's majority answer; no label anywhere."""
 
     loss_types: ClassVar[tuple[str, ...]] = (*TrainConfig.loss_types, "bnpo")
+
+    prompts_per_step: int = 64
+    max_completion_length: int = 1024
+    lr_scheduler_type: str = "cosine"
+    warmup_ratio: float = 0.03
+    min_lr_rate: float = 0.1
 
     labels: Any = None  # a name (labels.make_labels, confidence.KINDS) or an object; None: pair, ring for N > 2
     label_options: dict | None = None  # of the named provider: order, gamma, margin, guard, inner

@@ -47,13 +47,17 @@ class Cursor:
     """Which rows each step takes: a permutation of range(n) per epoch, drawn from (seed, epoch), read in batches.
 
     Every batch is full: it runs over an epoch's end into the next one, no row is dropped, and each index comes with
-    its epoch so that a row met twice in one batch stays two rows. The state is one number, so a resumed schedule is
-    the rest of the uninterrupted one, with another ``prompts_per_step`` too.
+    its epoch so that a row met twice in one batch stays two rows. With ``once`` no row is: what is left of an epoch and
+    makes no batch is dropped. The state is one number, so a resumed schedule is the rest of the uninterrupted one, with
+    another ``prompts_per_step`` too.
     """
 
-    def __init__(self, n: int, prompts_per_step: int, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(self, n: int, prompts_per_step: int, seed: int = 0, shuffle: bool = True, once: bool = False) -> None:
         require(n >= 1, "n", n, ">= 1 rows")
-        require(prompts_per_step >= 1, "prompts_per_step", prompts_per_step, ">= 1")
+        most = n if once else math.inf
+        need = f"1 to {n}, the number of questions" if once else ">= 1"
+        require(1 <= prompts_per_step <= most, "prompts_per_step", prompts_per_step, need)
+        self.once = once
         self.n, self.prompts_per_step, self.seed, self.shuffle = n, prompts_per_step, seed, shuffle
         self.position = 0  # rows handed out since the start
         self._cached: tuple[int, list[int]] = (-1, [])
@@ -61,6 +65,8 @@ class Cursor:
     def next_batch(self) -> list[tuple[int, int]]:
         """(row index, epoch) of the next ``prompts_per_step`` rows."""
         batch = []
+        if self.once and self.position % self.n + self.prompts_per_step > self.n:
+            self.position += self.n - self.position % self.n
         for position in range(self.position, self.position + self.prompts_per_step):
             epoch, i = divmod(position, self.n)
             batch.append((self.order(epoch)[i], epoch))
@@ -80,7 +86,9 @@ class Cursor:
         return self._cached[1]
 
     def num_steps(self, num_epochs: float) -> int:
-        """Steps that cover ``num_epochs`` epochs, the last one rounded up."""
+        """Steps that cover ``num_epochs`` epochs, the last one rounded up (with ``once`` down, to one at least)."""
+        if self.once:
+            return max(1, math.floor(self.n // self.prompts_per_step * num_epochs))
         return math.ceil(self.n * num_epochs / self.prompts_per_step)
 
     def state_dict(self) -> dict[str, int | bool]:

@@ -42,8 +42,8 @@ def cohort_metrics(
         V = np.array([max(1, b.num_votes) for b in own])
         m = np.array([b.num_parsed for b in own])
         top, second = (np.array([c[k] for c in counts]) for k in (0, 1))
-        labelled = ~np.isnan(rewards[s]).all(1)  # paid at all: where there is a label, or without labels by a scalar
-        r = rewards[s][labelled]
+        labelled = [labels[s, uid].scores is not None for uid in uids]
+        r = rewards[s][~np.isnan(rewards[s]).all(1)]  # paid at all: without labels by a scalar
         row |= {
             f"{s}/{name}": float(value)
             for name, value in {
@@ -55,9 +55,9 @@ def cohort_metrics(
                 "distinct": np.mean([len(b.counts) for b in own]),
                 "answer_entropy": _mean([_entropy(_shares(b)) for b in own if b.counts]),
                 "label_rate": np.mean(labelled),
-                "eff_group": np.sum(r.max(1) > r.min(1)) / len(uids) if len(r) else 0.0,
-                "reward": _mean(r),
-                "reward_std": _mean(r.std(1, ddof=1)) if len(r) and r.shape[1] > 1 else np.nan,
+                "eff_group": np.sum(np.nanmax(r, 1) > np.nanmin(r, 1)) / len(uids) if len(r) else 0.0,
+                "reward": _mean(r[~np.isnan(r)]),
+                "reward_std": _mean(np.nanstd(r, 1, ddof=1)) if len(r) and r.shape[1] > 1 else np.nan,
                 "constancy": _constancy(votes[s]),
             }.items()
         }
@@ -66,6 +66,11 @@ def cohort_metrics(
         shares = [(_shares(ballots[a, uid]), _shares(ballots[b, uid])) for uid in uids]
         row[f"jsd/{a},{b}"] = _mean([_jsd(p, q) for p, q in shares if p and q])
         row[f"tv/{a},{b}"] = _mean([_total_variation(p, q) for p, q in shares if p and q])
+    for s in students:
+        for name in ("agree", "kappa"):
+            pairs = [row[key] for key in row if key.startswith(f"{name}/") and s in key.partition("/")[2].split(",")]
+            if pairs:
+                row[f"{s}/{name}"] = _mean([value for value in pairs if value == value])
     if len(students) > 1:
         together = zip(*votes.values(), strict=True)
         row["unanimous"] = float(np.mean([None not in said and len(set(said)) == 1 for said in together]))
@@ -121,6 +126,22 @@ def gold_metrics(
         row[f"same_wrong/{a},{b}"] = _mean([same(x, y) and not same(x, g) for x, y, g in both])
         row[f"phi/{a},{b}"] = _correlation([same(x, g) for x, _, g in both], [same(y, g) for _, y, g in both])
     return row
+
+
+def accuracy(
+    uids: Sequence[str],
+    voter: str,
+    ballots: Ballots,
+    gold_keys: Mapping[str, str],
+    same: Callable[[str | None, str | None], bool] = operator.eq,
+) -> dict[str, float]:
+    """``accuracy``: a voter's answers that are right; ``majority``: its votes, no vote being wrong."""
+    known = [uid for uid in uids if uid in gold_keys]
+    votes = _votes(known, voter, ballots)
+    return {
+        "accuracy": _mean([same(key, gold_keys[uid]) for uid in known for key in ballots[voter, uid].keys]),
+        "majority": _mean([same(vote, gold_keys[uid]) for uid, vote in zip(known, votes, strict=True)]),
+    }
 
 
 def selection_score(ballots: Ballots) -> float:

@@ -33,14 +33,16 @@ def make_optimizer(params: Iterable[Tensor | Named], cfg: TrainConfig) -> torch.
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, cfg: TrainConfig, total_steps: int) -> LambdaLR:
-    """The learning rate over ``total_steps`` optimiser steps: warm-up, then constant, linear or cosine towards 0.
+    """The learning rate over ``total_steps`` optimiser steps: warm-up, then constant, or linear or cosine down.
 
     Step i (from 0) of W warm-up steps takes (i + 1) / W of the rate: unlike in transformers the first step is not
     spent at 0. After it linear takes 1 - x and cosine (1 + cos(pi x)) / 2 with x = (i - W) / (total_steps - W): the
-    first step after the warm-up has the full rate and the last one is above 0.
+    first step after the warm-up has the full rate and the last one is above 0. W is
+    ``warmup_steps``, or else ``warmup_ratio`` of the total; with ``min_lr_rate`` m the factor falls to m instead of 0.
     """
     require(total_steps >= 1, "total_steps", total_steps, ">= 1")
-    kind, warmup = cfg.lr_scheduler_type, cfg.warmup_steps
+    kind, low = cfg.lr_scheduler_type, cfg.min_lr_rate
+    warmup = cfg.warmup_steps or math.ceil(cfg.warmup_ratio * total_steps)
     require(kind in ("constant", "linear", "cosine"), "lr_scheduler_type", kind, "constant, linear or cosine")
     require(warmup >= 0, "warmup_steps", warmup, ">= 0")
 
@@ -50,7 +52,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, cfg: TrainConfig, total_step
         x = min(1.0, (step - warmup) / max(1, total_steps - warmup))
         if kind == "constant":
             return 1.0
-        return 1 - x if kind == "linear" else (1 + math.cos(math.pi * x)) / 2
+        return low + (1 - low) * (1 - x if kind == "linear" else (1 + math.cos(math.pi * x)) / 2)
 
     return LambdaLR(optimizer, factor)
 

@@ -40,6 +40,8 @@ PANELS = (
     Panel("completions/mean_length", "Length of the responses", " tokens"),
     Panel("tokens_per_s/rollout", "Rollout speed", " tokens/s"),
     Panel("majority_ratio", "Votes for the majority's answer", "", (0.0, 1.0)),
+    Panel("agree", "Agreement with its peers' votes", "", (0.0, 1.0)),
+    Panel("kappa", "Agreement beyond chance, kappa"),
     Panel("answer_entropy", "Entropy of a question's answers", " nats"),
     Panel("constancy", "Questions with the most frequent answer", "", (0.0, 1.0)),
     Panel("label_acc", "Labels that are right (monitored)", "", (0.0, 1.0)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from fastcollab.callbacks import Callbacks
 from fastcollab.checkpoint import checkpoints, find_checkpoint
 from fastcollab.config import TrainConfig
 from fastcollab.progress import Progress
+from fastcollab.types import Rollout
 
 
 class RunLog:
@@ -51,7 +52,7 @@ class RunLog:
 
     def write(self, row: dict[str, Any], is_step: bool = True) -> dict[str, Any]:
         """The row as it was written, values that are not finite as None."""
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        clean = {k: finite(v) for k, v in row.items()}
         self.history.append(clean)
         self.sink.write(json.dumps(clean, allow_nan=False) + "\n")
         self.sink.flush()
@@ -60,10 +61,27 @@ class RunLog:
             self.progress.step(clean)
         return clean
 
+    def completions(self, rollouts: Sequence[Rollout], tokenizer: Any, shown: int, facts: Sequence[dict]) -> None:
+        """Append each rollout with its ``facts`` to completions.jsonl, and print the first ones, coloured by author."""
+        self.progress.completions(rollouts[:shown], tokenizer)
+        with open(self.folder / "completions.jsonl", "a") as sink:
+            for r, fact in zip(rollouts, facts, strict=True):
+                sink.write(json.dumps({"completion": r.text or r.ids} | fact, default=str) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """The value as JSON has it: None for a number that is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
 
 def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """The wanted rows of a JSONL file, which afterwards holds no others; [] where there is no file."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    rows = [row for row in rows if wanted(row)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    """The wanted rows of a JSONL file, which afterwards holds no others; [] where there is no file.
+
+    A last line without its end, which a crash leaves, is dropped.
+    """
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    rows = [row for row in map(json.loads, lines) if wanted(row)]
+    part = path.with_name(path.name + ".part")
+    part.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    part.replace(path)
     return rows

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -25,7 +23,7 @@ from fastcollab.methods import METHODS
 from fastcollab.model import Model
 from fastcollab.packing import Item
 from fastcollab.rewards import RewardFunctions
-from fastcollab.run_log import RunLog
+from fastcollab.run_log import RunLog, finite
 from fastcollab.schedules import Solo
 from fastcollab.types import Rollout, TrainResult
 
@@ -250,19 +248,13 @@ class Trainer:
     def log(self, row: dict[str, Any], rollouts: Sequence[Rollout], rewards: np.ndarray) -> None:
         self.run_log.write({"step": self.step} | row)
         if self.args.log_completions and self.step % self.args.logging_steps == 0:
-            self.run_log.progress.completions(rollouts[: self.args.num_completions_to_print], self.engine.tokenizer)
-            with open(Path(self.args.output_dir) / "completions.jsonl", "a") as sink:
-                for i, (r, reward) in enumerate(zip(rollouts, rewards.tolist(), strict=True)):
-                    said = {
-                        "step": self.step,
-                        "prompt": self.batch_rows[r.group]["prompt"],
-                        "completion": r.text or r.ids,
-                    }
-                    said |= {
-                        "reward": None if math.isnan(reward) else reward,
-                        **{k: v[i] for k, v in self.extra.items()},
-                    }
-                    sink.write(json.dumps(said, default=str) + "\n")
+            shown = self.args.num_completions_to_print
+            facts = [
+                {"step": self.step, "prompt": self.batch_rows[r.group]["prompt"], "reward": finite(reward)}
+                | {k: v[i] for k, v in self.extra.items()}
+                for i, (r, reward) in enumerate(zip(rollouts, rewards.tolist(), strict=True))
+            ]
+            self.run_log.completions(rollouts, self.engine.tokenizer, shown, facts)
 
     def checkpoint(self) -> None:
         """A checkpoint between two rollout batches; the KV cache starts cold here, in this run as in a resumed one."""

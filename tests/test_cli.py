@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from fastcollab import cli, env
+from fastcollab import cli, env, tiny
 from fastcollab.config import GRPOConfig, TandemConfig
 from fastcollab.run_config import load_object, load_run, make_args, overrides, resolve
 
@@ -258,3 +258,25 @@ def test_train_from_a_config(config, tmp_path, capsys):
     assert "checkpoint" in capsys.readouterr().err  # none was saved
     assert run("report", tmp_path / "out") == 0
     assert "Senior&#x27;s share" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_cohort_from_a_file_with_a_tokenizer_for_each(tmp_path, capsys):
+    rows = [{"prompt": row["prompt"]} for row in tiny.problems(4, seed=1)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    places = {"a": str(tiny.senior()), "b": str(tiny.junior())}
+    given = {"method": "corl", "models": places, "processing_class": places}
+    given |= {
+        "train_dataset": str(tmp_path / "rows.jsonl"),
+        "output_dir": str(tmp_path / "out"),
+        "prompts_per_step": 2,
+        "num_generations": 2,
+        "max_steps": 1,
+    }
+    given |= {"max_completion_length": 4, "labels": "peer_likelihood", "kv_memory": "8MiB", "disable_tqdm": True}
+    (tmp_path / "run.json").write_text(json.dumps(given))
+    assert cli.main(["train", str(tmp_path / "run.json")]) == 0
+    assert (tmp_path / "out" / "a" / "tokenizer.json").exists() and (tmp_path / "out" / "labels.jsonl").exists()
+    given["peft_config"] = {"a": {"r": 2, "target_modules": ["q_proj"]}}
+    (tmp_path / "run.json").write_text(json.dumps(given | {"output_dir": str(tmp_path / "lora")}))
+    assert cli.main(["train", str(tmp_path / "run.json")]) == 0
+    assert (tmp_path / "lora" / "a" / "adapter_config.json").exists() and (tmp_path / "lora/b/config.json").exists()

@@ -129,7 +129,7 @@ def test_peer_likelihood_reads_the_text_in_its_own_tokens(tmp_path):
         ids = words()(writer.text(r), add_special_tokens=False)["input_ids"]
         prompt = words()(cohort.rows[r.group]["prompt"])["input_ids"]
         if not ids:
-            assert got[i] == FLOOR
+            assert math.isnan(got[i])
             continue
         logprob = peer.model.module(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         want = logprob.gather(1, torch.tensor(ids)[:, None]).clamp(min=FLOOR).mean()
@@ -271,3 +271,17 @@ def test_lora_models_train_whatever_their_order(tmp_path):
 
     one, two = run(tmp_path / "a", "01"), run(tmp_path / "b", "10")
     assert all(equal(one[n], two[n]) and one[n] for n in "01")
+
+
+def test_a_peer_scores_what_it_has_room_for(tmp_path):
+    """Texts longer than the peer's positions are cut, and one that leaves it no token has no score."""
+    given = pair()
+    given["models"]["g"] = GPT2LMHeadModel(
+        GPT2Config(vocab_size=len(WORDS), bos_token_id=0, eos_token_id=0, n_embd=32, n_layer=1, n_head=4, n_positions=9)
+    ).eval()
+    args = config(tmp_path, grader=grade, max_completion_length=16)
+    cohort = Cohort(given["models"], ROWS, args, None, given["processing_class"])
+    writer, peer = cohort.voters["l"], cohort.voters["g"]
+    writer.answer(cohort.rows, 0, 4, args)
+    assert any(len(words()(writer.text(r))["input_ids"]) > 9 for r in writer.rollouts)
+    assert np.isfinite(peer_likelihood(peer, writer, cohort.rows, args)).any()

@@ -68,6 +68,7 @@ def test_cohort_metrics(step):
         "jsd/a,b": (jsd([1, 0, 0], [0.5, 0.25, 0.25]) + 1 + 2 * 0 + jsd([0.25, 0.75], [0.25, 0.75])) / 3,
         "tv/a,b": (0.5 + 1 + 0) / 3,
         "unanimous": 2 / 4,
+        **{f"{s}/{name}": 1.0 for s in "ab" for name in ("agree", "kappa")},
     }
     assert row == pytest.approx(want, abs=1e-12)
 

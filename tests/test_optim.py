@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastcollab.config import TrainConfig
+from fastcollab.config import CoRLConfig, TrainConfig
 from fastcollab.optim import clip_grad_norm, make_optimizer, make_schedule
 
 CFG = TrainConfig(learning_rate=0.1, weight_decay=0.5)
@@ -110,3 +110,16 @@ def test_non_finite_norm_raises_and_touches_nothing(bad):
         clip_grad_norm(net.parameters(), 1.0, step=17)
     for p, g in zip(net.parameters(), before, strict=True):
         torch.testing.assert_close(p.grad, g, equal_nan=True)
+
+
+def test_a_warm_up_by_part_and_a_floor_of_the_rate():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    cfg = CoRLConfig(learning_rate=1.0)  # corl spec 2.9: 3 % warm-up, a cosine to 10 %
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    schedule = make_schedule(optimizer, cfg, 100)
+    rates = []
+    for _ in range(100):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates[:4] == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0]) and 0.1 < rates[-1] < 0.101

@@ -60,7 +60,7 @@ def test_smollm_learns_beside_another_family(tmp_path):
     result = fc.train("corl", {"smollm": str(capitals.convert()), "bytes": GPT2LMHeadModel(config).eval()}, rows,
                       args=args, processing_class={"bytes": letters},
                       peft_config={"smollm": LoraConfig(r=8, target_modules=["q_proj", "v_proj"])})  # fmt: skip
-    assert len(result.log_history) == 2 and all(row["bytes/label_rate"] == 1 for row in result.log_history)
+    assert len(result.log_history) == 2 and all(row["bytes/reward"] < 0 for row in result.log_history)
     assert all(row[f"{name}/grad_norm"] > 0 for row in result.log_history for name in ("smollm", "bytes"))
     assert 0.1 < result.log_history[0]["smollm/vote_acc"] <= 1  # "The capital of France is" says Paris, often enough
     assert (tmp_path / "smollm" / "adapter_model.safetensors").exists() and (tmp_path / "bytes/config.json").exists()
