@@ -246,12 +246,19 @@ def report(found: dict[str, Any], path: Path) -> None:
         ends = ", ".join(f"{mean(r['accuracy'][n][-1] for n in names):.2f}" for r in runs)
         cells = [condition, " + ".join(names), f"{before:.2f}", ends]
         cells.append(f"{mean(r['majority'][n][-1] for r in runs for n in names):.2f}")
-        for key in ("label_acc", "answer_entropy", "constancy"):
+        for key in ("label_acc", "answer_entropy"):
             pairs = [r["diagnostics"][key][n] for r in runs for n in names if None not in r["diagnostics"][key][n]]
             cells.append(" → ".join(f"{mean(side):.2f}" for side in zip(*pairs, strict=True)) if pairs else "–")
         table.append(cells)
-    header = ["labels", "models", "accuracy before", "after, by seed", "majority after", "labels that are right",
-              "answer entropy, nats", "constancy"]  # fmt: skip
+    header = [
+        "labels",
+        "models",
+        "accuracy before",
+        "after, by seed",
+        "majority after",
+        "right labels",
+        "entropy, nats",
+    ]
     settings = {"steps": found["steps"], "threads": found["threads"], "task": __doc__.split("\n\n", 2)[2]}
     write_report(path, curves, {"header": header, "rows": table}, settings=settings)
 

@@ -31,8 +31,8 @@ class Panel(NamedTuple):
 
 
 REWARD = Panel("reward", "Mean reward of each step's rollouts")
+ACCURACY = Panel("accuracy", "Accuracy on held-out questions", "", (0.0, 1.0))
 PANELS = (
-    Panel("accuracy", "Accuracy on held-out questions", "", (0.0, 1.0)),
     Panel("tandem/senior_token_frac", "Senior's share of the tokens", "", (0.0, 1.0)),
     Panel("grad_norm", "Gradient norm, before clipping", middle=median),
     Panel("reward_std", "Reward's deviation within a group"),
@@ -204,11 +204,12 @@ def _is_finite(value: Any) -> bool:
 
 
 def _charts(runs: Mapping[str, Rows]) -> str:
-    reward = _series(runs, REWARD.key)
-    low, high = _extent(reward)
+    lead = next((panel for panel in (REWARD, ACCURACY) if _series(runs, panel.key)), REWARD)
+    series = _series(runs, lead.key)
+    low, high = _extent(series)
     unit_range = (0.0, 1.0) if 0 <= low and high <= 1 else None
     note = "Thin: each step. Thick: its centred mean over a tenth of the run (200 steps at most)."
-    big = line_chart("reward", REWARD.title, reward, y_range=unit_range, note=note) if reward else ""
+    big = line_chart(lead.key, lead.title, series, y_range=unit_range, note=note) if series else ""
     small = []
     for panel in PANELS:
         series = _series(runs, panel.key)
@@ -258,7 +259,8 @@ def _overview(runs: Mapping[str, Rows]) -> dict[str, Any]:
         "time in steps",
     )
     columns = [column(rows) for rows in runs.values()]
-    return {"header": ["", *runs], "rows": [list(cells) for cells in zip(names, *columns, strict=True)]}
+    rows = [list(cells) for cells in zip(names, *columns, strict=True)]
+    return {"header": ["", *runs], "rows": [row for row in rows if set(row[1:]) - {"–", "0"}]}
 
 
 def _evaluations(runs: Mapping[str, Rows]) -> list[dict[str, Any]]:
