@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[1]
 LAYERS = """
 config types
 tiny data tokens reference questions
-grading ballots
+steps grading ballots
+corrections
+verifiers
 parity labels exchange
 diagnostics
 kernels
