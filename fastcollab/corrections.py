@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastcollab.config import require
 from fastcollab.grading import equal, extract
-from fastcollab.steps import Steps
+from fastcollab.steps import Steps, size
 
 REASONS = ("unanswered", "noop", "encoding", "leak", "room")  # why a correction was rejected
 Leaks = Callable[[str, Mapping[str, Any]], bool]
@@ -25,6 +25,7 @@ _MARKS = (
 )
 MARKERS = re.compile(_MARKS)  # EOS and chat markers of the usual chat formats
 _SENTENCE_END = re.compile(r"(?:[.!?…][\"'”’)\]*]*(?=\s|$)|[。！？][”’）」]*|\n)\s*")
+_NO_TEXT = re.compile("[\ud800-\udfff]")  # half a character, as JSON can hold it
 _BLANK_START = re.compile(r"(?:[^\S\n]*\n)+")
 
 
@@ -73,6 +74,7 @@ class CorrectionRules:
         """
         if raw is None:
             return Correction((), "", "unanswered")
+        require(isinstance(raw, (str, list, tuple)), "correction", raw, "text, a list of ids, or None")
         ids = self._from_text(raw, kept) if isinstance(raw, str) else self._from_ids(raw, kept)
         if ids is None:
             return Correction((), str(raw), "encoding")
@@ -92,6 +94,8 @@ class CorrectionRules:
         begin, end = self._body(raw, kept)
         if not (text := raw[begin:end]).strip():
             return []
+        if _NO_TEXT.search(text):
+            return None
         for form in (text, unicodedata.normalize("NFC", text)):
             if (ids := self._encode(self._separator(kept) + form)) is not None:
                 return ids
@@ -99,12 +103,10 @@ class CorrectionRules:
 
     def _encode(self, text: str) -> list[int] | None:
         """Ids that write exactly ``text``, no special one among them; None if there are none."""
-        plain = dict(add_special_tokens=False, split_special_tokens=True)
-        want = text.encode("utf-8", "replace")
         for before in ("", "\n"):  # behind a newline where a tokenizer puts a dummy space before every text
-            ids = self.steps.tokenizer(before + text, **plain)["input_ids"]
+            ids = self.steps.tokenizer(before + text, add_special_tokens=False)["input_ids"]
             for skip in range(3 if before else 1):
-                if self.steps.written(ids[skip:]) == want:
+                if self.steps.written(ids[skip:]) == text.encode():
                     return ids[skip:]
         return None
 
@@ -114,10 +116,9 @@ class CorrectionRules:
         first = next((n for n, i in enumerate(ids) if i not in special), len(ids))
         last = next((n for n in range(first, len(ids)) if ids[n] in special), len(ids))
         ids = ids[first:last]
-        text = self.steps.written(ids).decode("utf-8", "surrogateescape")
-        begin, end = (len(text[:at].encode("utf-8", "surrogateescape")) for at in self._body(text, kept))
-        offsets = self.steps.offsets(ids)
-        ids = ids[bisect_right(offsets, begin) - 1 : bisect_left(offsets, end)] if begin < end else []
+        text, offsets = self.steps.escaped(ids), self.steps.offsets(ids)
+        begin, end = (bisect_right(offsets, size(text[:at])) - 1 for at in self._body(text, kept))
+        ids = ids[begin:end]
         separator = self._separator(kept) if ids else ""
         return (self._encode(separator) or []) + ids if separator else ids
 
@@ -125,7 +126,7 @@ class CorrectionRules:
         """Where the correction proper begins and ends in ``text``: between chat markers (6.9), without the blank
         lines, in prose without any whitespace, that the separator before it stands for (6.18)."""
         begin, marks = 0, self._markers()
-        while mark := re.compile(rf"\s*(?:{marks})(?:\s*(?:assistant|model)\b)?").match(text, begin):
+        while mark := re.compile(rf"\s*(?:{marks})(?:\s*(?:assistant|model)(?=\s*[\n<]))?").match(text, begin):
             begin = mark.end()
         found = re.compile(marks).search(text, begin)
         end = found.start() if found else len(text)
@@ -148,11 +149,11 @@ class CorrectionRules:
         """At most ``max_tokens``, up to the last end of a step or sentence, and whole characters (6.7)."""
         if len(ids) <= self.max_tokens:
             return ids[: self.steps.cut(ids, len(self.steps.written(ids)))]
-        limit, text = self.steps.offsets(ids)[self.max_tokens], self.steps.text(ids)
+        text, limit = self.steps.escaped(ids), self.steps.offsets(ids)[self.max_tokens]
         ends = {*(m.end() for m in _SENTENCE_END.finditer(text)), *self.steps.boundary(text)}
-        cuts = (self.steps.cut(ids, at) for end in ends if (at := len(text[:end].encode())) <= limit)
+        cuts = [self.steps.cut(ids, at) for end in ends if (at := size(text[:end])) <= limit]
         best = max((n for n in cuts if n <= self.max_tokens and self.steps.text(ids[:n]).strip()), default=0)
-        return ids[: best or self.steps.cut(ids[: self.max_tokens], limit)]
+        return ids[:best] if best else self._within_limit(ids[: self.max_tokens])
 
     def _repeats(self, ids: list[int], text: str, dropped: Sequence[int]) -> bool:
         """Whether the dropped ids or their text begin with the correction, at a word's end (6.8)."""

@@ -19,7 +19,7 @@ from fastcollab.tokens import decode, surfaces
 Boundary = Callable[[str], Iterable[int]]  # text -> offsets of characters where a step begins, len(text) among them
 
 _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
-_FENCED = re.compile(r"^ {0,3}(```+|~~~+)[^`\n]*\n(?:.*?^ {0,3}\1[`~]*[^\S\n]*(?:\n|\Z)|.*)", re.M | re.S)
+_FENCED = re.compile(r"^ {0,3}(```+|~~~+)[^`\n]*\n(?:.*?^ {0,3}\1[`~]*[^\S\n]*(\n|\Z)|.*)", re.M | re.S)
 _RAW_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -36,9 +36,9 @@ def blank_lines(text: str) -> list[int]:
 def code_fences(text: str) -> list[int]:
     """A fenced block is a step, whatever blank lines it holds (an open one reaches to the end); text around it splits
     at blank lines."""
-    blocks = [m.span() for m in _FENCED.finditer(text)]
-    outside = [at for at in blank_lines(text) if not any(a < at < b for a, b in blocks)]
-    return sorted({*outside, *(at for block in blocks for at in block)})
+    blocks = list(_FENCED.finditer(text))
+    outside = [at for at in blank_lines(text) if not any(m.start() < at <= m.end() for m in blocks)]
+    return sorted({*outside, *(m.start() for m in blocks), *(m.end() for m in blocks if m[2] is not None)})
 
 
 BOUNDARIES: dict[str, Boundary] = {"text": blank_lines, "code": code_fences}
@@ -46,14 +46,13 @@ BOUNDARIES: dict[str, Boundary] = {"text": blank_lines, "code": code_fences}
 
 def token_bytes(tokenizer: Any) -> list[bytes]:
     """What each id writes inside a text, by id; nothing for special and unused ids."""
-    size = 1 + max(tokenizer.get_vocab().values())
-    table = surfaces(tokenizer, size)
+    table = surfaces(tokenizer, 1 + max(tokenizer.get_vocab().values()))
     if "ByteLevel" in str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", "")):
         alphabet = _byte_alphabet()  # a surface with any other character stands for itself, as in the decoder
         known = [all(c in alphabet for c in s or "") for s in table]
         return [b"".join(alphabet[c] for c in s or "") if k else s.encode() for s, k in zip(table, known, strict=True)]
     anchor = next((i for i, s in enumerate(table) if s and decode(tokenizer, [i]).strip()), None)
-    require(anchor is not None, "tokenizer", f"{size} ids that write nothing", "one that writes text")
+    require(anchor is not None, "tokenizer", f"{len(table)} ids that write nothing", "one that writes text")
     skip = len(decode(tokenizer, [anchor]))  # decoders drop the space before a first word: look at each id as a second
     written = []
     for i, s in enumerate(table):
@@ -68,6 +67,11 @@ def _byte_alphabet() -> dict[str, bytes]:
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     return {chr(b): bytes([b]) for b in plain} | {chr(256 + n): bytes([b]) for n, b in enumerate(others)}
+
+
+def size(text: str) -> int:
+    """Bytes that wrote ``text``, be they UTF-8 or not."""
+    return len(text.encode("utf-8", "surrogateescape"))
 
 
 class Steps:
@@ -94,13 +98,17 @@ class Steps:
         self.may_end = np.array([self.kind == "own" or b"\n" in b for b in self.bytes], np.uint8)
 
     def written(self, ids: Sequence[int]) -> bytes:
-        size = len(self.bytes)
-        require(all(0 <= i < size for i in ids), "ids", [i for i in ids if not 0 <= i < size][:8], f"in 0..{size - 1}")
+        V = len(self.bytes)
+        require(all(0 <= i < V for i in ids), "ids", [i for i in ids if not 0 <= i < V][:8], f"in 0..{V - 1}")
         return b"".join(self.bytes[i] for i in ids)
 
     def text(self, ids: Sequence[int]) -> str:
         """What ``ids`` write; bytes that are no UTF-8 as U+FFFD."""
         return self.written(ids).decode("utf-8", "replace")
+
+    def escaped(self, ids: Sequence[int]) -> str:
+        """What ``ids`` write, without loss: ``size(steps.escaped(ids)) == len(steps.written(ids))``."""
+        return self.written(ids).decode("utf-8", "surrogateescape")
 
     def offsets(self, ids: Sequence[int]) -> list[int]:
         """Byte where each id begins, and where the last ends: [len(ids) + 1]."""
@@ -139,11 +147,11 @@ class Steps:
 
     def _boundaries(self, data: bytes) -> list[int]:
         """Bytes where steps begin, in order."""
-        text = data.decode("utf-8", "surrogateescape")  # which encodes back to the same bytes
+        text = data.decode("utf-8", "surrogateescape")
         found, at, last = [], 0, 0
         for char in sorted(set(self.boundary(text))):
             require(0 <= char <= len(text), "boundary", char, f"offsets in 0..{len(text)}")
-            at, last = at + len(text[last:char].encode("utf-8", "surrogateescape")), char
+            at, last = at + size(text[last:char]), char
             found.append(at)
         return found
 

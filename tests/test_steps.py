@@ -13,7 +13,21 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from fastcollab import tiny
 from fastcollab.steps import Steps, blank_lines, code_fences
 
-PIECES = ["So x = 5.", "数学は", "é", "naïve ", "🙂🙃", " Then", "1+9", "\n", "\n\n", ".\n\nNext", " \n \n", "\t", "  a"]
+PIECES = [
+    "So x = 5.",
+    "数学は",
+    "é",
+    "naïve ",
+    "🙂🙃",
+    " Then",
+    "1+9",
+    "\n",
+    "\n\n",
+    ".\n\nNext",
+    " \n \n",
+    "\t",
+    "  a",
+]
 PIECES += ["```", "```py\n", "\r\n\r\n", "REVISE 2", "…\n\n数"]
 
 
@@ -176,11 +190,15 @@ def test_boundaries_of_the_user():
 def test_ends_step_says_when_a_chunk_may_end():
     steps = steps_of("a", "\n", "\n\n", " ", "b")
     assert [steps.ends_step(ids) for ids in ([1], [1, 2], [1, 2, 2], [1, 3, 4], [1, 3, 5], [])] == [0, 0, 1, 1, 0, 0]
+    code = steps_of("```py\n", "x\n\n", "```\n", "a\n", boundary="code")
+    assert [code.ends_step(range(1, n)) for n in range(2, 6)] == [0, 0, 1, 0]
     assert Steps(byte_bpe()).may_end.tolist() == [b"\n" in b for b in Steps(byte_bpe()).bytes]
     assert Steps(byte_bpe(), re.compile("x")).may_end.all()
 
 
-@pytest.mark.parametrize("boundary", ["text", "code", re.compile(r"\n"), lambda t: [m.end() for m in re.finditer("x|数", t)]])
+@pytest.mark.parametrize(
+    "boundary", ["text", "code", re.compile(r"\n"), lambda t: [m.end() for m in re.finditer("x|数", t)]]
+)
 def test_cuts_of_random_tokenisations(boundary):
     """Whatever the ids: steps cover the text, and what a cut keeps is whole characters up to the step, as many ids as
     that allows."""
