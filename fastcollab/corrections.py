@@ -1,4 +1,4 @@
-"""Corrections: what a verifier writes becomes ids that may follow the kept text, or is rejected by name (mintrl 6.7–6.18).
+"""Corrections: what a verifier writes becomes ids to append, or is rejected by name (mintrl 6.7–6.18).
 
 Text crosses between vocabularies, ids within one; both pass the same rules, in the order of ``CorrectionRules``.
 """

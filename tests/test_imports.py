@@ -18,6 +18,7 @@ tiny data tokens reference questions
 steps grading ballots
 corrections
 verifiers
+http_verifier
 parity labels exchange
 diagnostics
 kernels

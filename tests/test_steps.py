@@ -1,4 +1,4 @@
-"""Steps and cuts: by the bytes of generated ids, checked with random tokenisations of random texts (mintrl 6.5, 6.6)."""
+"""Steps and cuts by the bytes of generated ids, with random tokenisations of random texts (mintrl 6.5, 6.6)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from fastcollab import tiny
 from fastcollab.steps import Steps, blank_lines, code_fences
 
-PIECES = [
-    "So x = 5.",
-    "数学は",
-    "é",
-    "naïve ",
-    "🙂🙃",
-    " Then",
-    "1+9",
-    "\n",
-    "\n\n",
-    ".\n\nNext",
-    " \n \n",
-    "\t",
-    "  a",
-]
-PIECES += ["```", "```py\n", "\r\n\r\n", "REVISE 2", "…\n\n数"]
+PIECES = ["So x = 5.", "数学は", "é", "naïve ", "🙂🙃", " Then", "1+9", "\n", "\n\n", ".\n\nNext", " \n \n", "\t"]
+PIECES += ["  a", "```", "```py\n", "\r\n\r\n", "REVISE 2", "…\n\n数"]
 
 
 @functools.cache
