@@ -110,7 +110,8 @@ class CorrectionRules:
                     return ids[skip:]
         return None
 
-    def _from_ids(self, raw: Sequence[int], kept: Sequence[int]) -> list[int]:
+    def _from_ids(self, raw: Sequence[int], kept: Sequence[int]) -> list[int] | None:
+        """``raw`` without special ids and what else does not belong, its separator encoded before it."""
         ids = [int(i) for i in raw]
         special = {*self.steps.tokenizer.all_special_ids, *self.stop_ids}
         first = next((n for n, i in enumerate(ids) if i not in special), len(ids))
@@ -119,8 +120,8 @@ class CorrectionRules:
         text, offsets = self.steps.escaped(ids), self.steps.offsets(ids)
         begin, end = (bisect_right(offsets, size(text[:at])) - 1 for at in self._body(text, kept))
         ids = ids[begin:end]
-        separator = self._separator(kept) if ids else ""
-        return (self._encode(separator) or []) + ids if separator else ids
+        separator = self._encode(self._separator(kept)) if ids else []
+        return None if separator is None else separator + ids
 
     def _body(self, text: str, kept: Sequence[int]) -> tuple[int, int]:
         """Where the correction proper begins and ends in ``text``: between chat markers (6.9), without the blank

@@ -43,18 +43,18 @@ class Request:
     new: tuple[str, ...]  # steps to review; for a correction: those that are being dropped
     row: Mapping[str, Any] = field(default_factory=dict)  # of the dataset, privileged columns included
     ended: bool = False  # the writer ended its answer behind the last step
-    reopen: int = 0  # accepted steps that may be revised as well (rollback="deep")
+    first: int = 0  # index into new of the first that may be revised; after a fix 1 (6.16), below 0 reopens accepted
 
     @property
     def numbers(self) -> range:
         """Numbers of the steps that may be revised; the first step of the response is 1."""
         known = len(self.accepted)
-        return range(known + 1 - self.reopen, known + 1 + len(self.new))
+        return range(known + 1 + self.first, known + 1 + len(self.new))
 
     def __post_init__(self) -> None:
         require(len(self.new) > 0, "new", self.new, "at least one step")
-        known = len(self.accepted)
-        require(0 <= self.reopen <= known, "reopen", self.reopen, f"in 0..{known}, the number of accepted steps")
+        low, high = -len(self.accepted), len(self.new) - 1
+        require(low <= self.first <= high, "first", self.first, f"in {low}..{high}, a step of the draft")
 
     def cut(self, step: int) -> Request:
         """The request for the correction that ``Revise(step)`` asks for."""
@@ -74,7 +74,7 @@ class Verifier(Protocol):
 
 
 def settle(verdict: Verdict, request: Request) -> Verdict:
-    """``verdict``, or Keep("out_of_range") where its step may not be revised (6.3, 6.4)."""
+    """``verdict``, or Keep("out_of_range") where its step may not be revised (6.3, 6.4, 6.16)."""
     if isinstance(verdict, Revise) and verdict.step + len(request.accepted) + 1 not in request.numbers:
         return Keep("out_of_range")
     return verdict

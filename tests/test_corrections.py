@@ -130,6 +130,9 @@ def test_between_vocabularies():
     assert done.text == " 1 + 9 = 10\n" and tokenizer.unk_token_id not in done.ids
     assert lines("Let us add", kept, [], ROOM).reason == "encoding"
     assert rules()("So \ud800y", KEPT, [], ROOM).reason == "encoding"
+    line = tokenizer.encode(" 1 + 9", add_special_tokens=False)
+    tabs = CorrectionRules(Steps(tokenizer, re.compile("\n"), separator="\t"), 9)  # which it cannot write
+    assert tabs(line, line, [], ROOM).reason == tabs(" 1 + 9", line, [], ROOM).reason == "encoding"
     folding = metaspace_bpe()
     meta = rules(re.compile(r"\n"), tokenizer=folding)
     before = folding.encode("b.\n")

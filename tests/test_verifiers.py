@@ -58,8 +58,10 @@ def test_the_verdict_is_read_strictly(said, want):
 
 
 def test_steps_out_of_range_are_kept():
-    """6.3, 6.4: accepted text is settled, unless ``reopen`` says how much of it is not."""
-    deep = Request(ASKED.prompt, ASKED.accepted, ASKED.new, reopen=1)
+    """6.3, 6.4: accepted text is settled, unless ``first`` reopens some; 6.16: nor may a step right after a fix go."""
+    deep, fixed = (Request(ASKED.prompt, ASKED.accepted, ASKED.new, first=n) for n in (-1, 1))
+    assert [settle(Revise(n), fixed) for n in (0, 1)] == [Keep("out_of_range"), Revise(1)]
+    assert "steps 4 to 5" in Template().verdict_messages(fixed)[1]["content"]
     for step, want, reopened in [
         (-3, "out_of_range", "out_of_range"),
         (-2, "out_of_range", "out_of_range"),
@@ -143,8 +145,8 @@ def test_a_function_that_returns_no_verdict_is_named():
         FunctionVerifier(len, None)
     with pytest.raises(ValueError, match=r"new: got \(\), need at least one step"):
         Request("", (), ())
-    with pytest.raises(ValueError, match=r"reopen: got 2, need in 0\.\.1"):
-        Request("", ("a",), ("b",), reopen=2)
+    with pytest.raises(ValueError, match=r"first: got -2, need in -1\.\.0, a step"):
+        Request("", ("a",), ("b",), first=-2)
 
 
 # the prompt
