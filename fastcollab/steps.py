@@ -161,7 +161,7 @@ class Steps:
             edge -= 1
         while edge > low and _splits_character(data, offsets[edge]):
             edge -= 1
-        return max(edge, low)
+        return edge
 
 
 def _splits_character(data: bytes, at: int) -> bool:

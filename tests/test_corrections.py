@@ -17,6 +17,7 @@ from fastcollab.steps import Steps
 
 KEPT = tokenise(b"So x = 5.\n\n", random.Random(0))
 ROOM = 1000
+BACKEND = byte_bpe().backend_tokenizer.to_str()
 
 
 def rules(boundary="text", max_tokens=60, tokenizer=None, **options) -> CorrectionRules:
@@ -51,6 +52,9 @@ def test_longer_than_the_limit():
         assert list(done.ids) == encoded[: len(done.ids)]
     done = rules(max_tokens=4)(text, KEPT, [], ROOM)
     assert list(done.ids) == encoded[:4] and done.reason is None  # "3." is no end
+    table = {b: i for i, b in enumerate(Steps(byte_bpe()).bytes)}
+    fused = [*ids("A is. B"), table[b".\n\nNext"]]  # the end that its last token holds lies beyond the limit
+    assert rules(max_tokens=len(fused) - 1)(fused, KEPT, [], ROOM).text.strip() == "A is."
     for limit in range(1, 6):  # whole characters only
         done = rules(max_tokens=limit)("🤖🤖", KEPT, [], ROOM)
         assert (done.text, done.reason) in {("🤖", None), ("", "noop")} and limit >= len(done.ids)
@@ -89,6 +93,8 @@ def test_markers_are_stripped(raw):
     spelt = rules()(ids(raw), KEPT, [], ROOM)
     assert not MARKERS.search(spelt.text) and spelt.text.strip(" .<") in ("So y", "")
     assert rules()("<|im_end|>model it", KEPT, [], ROOM).text == "model it"
+    stops = type(byte_bpe())(tokenizer_object=Tokenizer.from_str(BACKEND), eos_token="%END%")  # the policy's own
+    assert rules(tokenizer=stops)("So y.%END%So z.", KEPT, [], ROOM).text == "So y."
 
 
 def test_special_ids_are_stripped():
@@ -137,8 +143,9 @@ def test_between_vocabularies():
     meta = rules(re.compile(r"\n"), tokenizer=folding)
     before = folding.encode("b.\n")
     for text in ("a. b", "é", "b"):  # no dummy space at the seam
-        assert meta(text, before, [], ROOM).text == text
-    nfc = Tokenizer.from_str(byte_bpe().backend_tokenizer.to_str())
+        done = meta(text, before, [], ROOM)
+        assert done.reason is None and done.text == text
+    nfc = Tokenizer.from_str(BACKEND)
     nfc.normalizer = normalizers.NFC()
     composed = rules(tokenizer=type(byte_bpe())(tokenizer_object=nfc, eos_token="<eos>"))
     text = unicodedata.normalize("NFD", "naïve é")
