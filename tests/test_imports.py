@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[1]
 LAYERS = """
 config types
 tiny data tokens reference questions
-grading ballots
+steps grading ballots
+corrections
+verifiers
+http_verifier
 parity labels exchange
 diagnostics
 kernels
