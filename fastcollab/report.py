@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from fastcollab.config import require
 from fastcollab.report_style import CSS
-from fastcollab.report_svg import STYLES, Series, histogram, line_chart, number
+from fastcollab.report_svg import Series, histogram, line_chart, number
 
 Rows = Sequence[Mapping[str, Any]]
 Sample = tuple[str, Sequence[tuple[str, str]], float | None]  # prompt, (token text, writer) pairs, reward
 
+WRITERS = 5  # styles of authors; further ones repeat them
 ROLES = ("policy", "senior", "junior", "verifier")  # authors take their styles in this order; others follow by name
 
 
@@ -310,7 +311,7 @@ def _table(table: Mapping[str, Any]) -> str:
 def _samples(samples: Mapping[str, Sequence[Sample]]) -> str:
     writers = {writer for shown in samples.values() for _, tokens, _ in shown for _, writer in tokens}
     order = [w for w in ROLES if w in writers] + sorted(writers.difference(ROLES))
-    style = {writer: f"w{i % STYLES}" for i, writer in enumerate(order)}
+    style = {writer: f"w{i % WRITERS}" for i, writer in enumerate(order)}
     if not order:
         return ""
     legend = "".join(f'<li><span class="{style[w]}">{escape(w)}</span></li>' for w in order)

@@ -5,12 +5,14 @@ CSS = """
   color-scheme: light dark;
   --bg: #ffffff; --card: #f6f7f9; --text: #1b1f24; --soft: #57606a; --line: #d8dde3;
   --c0: #0a58a8; --c1: #a63c06; --c2: #6b32b8; --c3: #0d6b4d; --c4: #9b1c5a;
+  --c5: #7a5200; --c6: #00626e; --c7: #4a4f57;
   --t0: #e2eefb; --t1: #fdebdd; --t2: #efe6fb; --t3: #dff3ea; --t4: #fbe4ef;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --bg: #14171b; --card: #1d2127; --text: #e6e9ed; --soft: #a3adb8; --line: #363d46;
     --c0: #82bdff; --c1: #ffb185; --c2: #cdadff; --c3: #7ddcb4; --c4: #ff9fca;
+    --c5: #e8c15a; --c6: #6fd6e3; --c7: #b9c0c9;
     --t0: #152c47; --t1: #43240f; --t2: #32224d; --t3: #12362a; --t4: #45182f;
   }
 }
@@ -62,12 +64,18 @@ svg .c1 { stroke: var(--c1); stroke-dasharray: 7 4; }
 svg .c2 { stroke: var(--c2); stroke-dasharray: 2 3; }
 svg .c3 { stroke: var(--c3); stroke-dasharray: 9 3 2 3; }
 svg .c4 { stroke: var(--c4); stroke-dasharray: 12 5; }
+svg .c5 { stroke: var(--c5); stroke-dasharray: 1 5; }
+svg .c6 { stroke: var(--c6); stroke-dasharray: 14 3 2 3 2 3; }
+svg .c7 { stroke: var(--c7); stroke-dasharray: 4 8; }
 .plot svg .bars { fill-opacity: .25; }
 .plot svg .bars.c0 { fill: var(--c0); }
 .plot svg .bars.c1 { fill: var(--c1); }
 .plot svg .bars.c2 { fill: var(--c2); }
 .plot svg .bars.c3 { fill: var(--c3); }
 .plot svg .bars.c4 { fill: var(--c4); }
+.plot svg .bars.c5 { fill: var(--c5); }
+.plot svg .bars.c6 { fill: var(--c6); }
+.plot svg .bars.c7 { fill: var(--c7); }
 .note { margin: 4px 0 0; font-size: 13px; color: var(--soft); }
 
 .cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 300px), 1fr)); gap: 16px; }

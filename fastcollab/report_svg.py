@@ -13,7 +13,7 @@ from html import escape
 from statistics import fmean, median
 from typing import NamedTuple
 
-STYLES = 5  # colours and dashes that the style sheet has; further series repeat them
+STYLES = 8  # colours and dashes that the style sheet has; further series repeat them
 MAX_POINTS = 800
 
 
