@@ -10,9 +10,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from fastcollab.report import report_folder, save_inputs, summarise, write_report
+from fastcollab.report import WRITERS, report_folder, save_inputs, summarise, write_report
 from fastcollab.report_style import CSS
-from fastcollab.report_svg import Series, histogram, line_chart, number, smooth, thin, ticks
+from fastcollab.report_svg import STYLES, Series, histogram, line_chart, number, smooth, thin, ticks
 
 VOID = {"meta", "line", "path", "polyline"}  # closed by the parser's own event or never
 TABLE = {
@@ -98,7 +98,7 @@ def test_charts_are_named_for_screen_readers_and_differ_without_colour(page):
     assert "Tandem: 0.05 at step 1, 0.975 at step 40 (smoothed)" in parsed.text
     dashes = re.findall(r"^svg \.c\d \{ stroke: var\(--c\d\);(.*) \}$", CSS, re.M)
     underlines = re.findall(r"text-decoration-style: (\w+)", CSS)
-    assert len(dashes) == len(set(dashes)) == len(underlines) == len(set(underlines)) == 5
+    assert len(dashes) == len(set(dashes)) == STYLES and len(underlines) == len(set(underlines)) == WRITERS
     assert "prefers-color-scheme: dark" in CSS
 
 
