@@ -352,7 +352,7 @@ def test_slow_answers_come_in_order_and_calls_in_flight_are_bounded():
         results = []
         [t.start() for t in both]
         [t.join() for t in both]
-        assert results == [[Revise(i % 2) for i in range(12)]] * 2 and v.flying["most"] == 3
+        assert results == [[Revise(i % 2) for i in range(12)]] * 2 and 1 < v.flying["most"] <= 3
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 301, 307])
