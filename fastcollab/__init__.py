@@ -17,6 +17,7 @@ _HOME = {
     "CoRLConfig": "config",
     "Rollout": "types",
     "Solo": "schedules",
+    "Intervene": "schedules",
     "Word": "schedules",
     "Bernoulli": "schedules",
     "Chunk": "schedules",

@@ -19,8 +19,9 @@ from fastcollab.attention import PagedContext
 from fastcollab.config import SamplingParams, require
 from fastcollab.model import Model
 from fastcollab.pools import Pools, plan_blocks
+from fastcollab.reviews import Draft, Reviews
 from fastcollab.sampling import Sampler, content_uid, row_key
-from fastcollab.schedules import Call, Schedule, Solo
+from fastcollab.schedules import Call, Intervene, Schedule, Solo
 from fastcollab.tokens import StopStrings, check_same_vocabulary, decode, encode_prompt
 from fastcollab.types import Draw, Rollout
 
@@ -122,11 +123,13 @@ class Engine:
         uids: Sequence[int | str] | None = None,
         chat_template_kwargs: dict | None = None,
         skip_special_tokens: bool = True,
+        rows: Sequence[dict] | None = None,
     ) -> list[Rollout]:
         """``len(prompts) * n`` rollouts, prompt-major.
 
         Draws are keyed by (seed, step, uid or content hash, occurrence of that uid in the call, sample): neither the
-        order of the prompts nor the batch changes a row. Without a schedule the first model writes alone.
+        order of the prompts nor the batch changes a row. Without a schedule the first model writes alone. ``rows`` are
+        the prompts' rows of the dataset, which ``Intervene`` shows its verifier.
         """
         sampling = sampling or SamplingParams()
         schedule = self._schedule(schedule)
@@ -134,13 +137,17 @@ class Engine:
         require(not isinstance(prompts, str), "prompts", prompts, "a list of prompts")
         require(len(prompts) > 0, "prompts", list(prompts), "at least one prompt")
         require(uids is None or len(uids) == len(prompts), "uids", uids and len(uids), f"{len(prompts)}, one a prompt")
+        if isinstance(schedule, Intervene):
+            plain = not sampling.truncates and not sampling.stop
+            require(plain, "sampling", sampling, "neither top-k, top-p, min-p nor stop strings under Intervene")
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop: got {sampling.stop!r} and no tokenizer, need tokenizer= to find text")
         encoded = [encode_prompt(self.tokenizer, p, i, chat_template_kwargs) for i, p in enumerate(prompts)]
-        limits = [self._limit(ids, i, schedule.writers, sampling.max_new_tokens) for i, ids in enumerate(encoded)]
+        limits = [self._limit(ids, i, schedule.speakers, sampling.max_new_tokens) for i, ids in enumerate(encoded)]
         self._refresh()
         policy = self._policy(schedule)
-        rows, seen = [], Counter()
+        made, seen = [], Counter()
+        drafts: dict[int, Draft] = {}
         started = perf_counter()
         try:
             for group, (ids, limit) in enumerate(zip(encoded, limits, strict=True)):
@@ -148,16 +155,22 @@ class Engine:
                 for sample in range(n):
                     key = row_key(seed, step, uid, seen[uid], sample)
                     row = self.scheduler.add(ids, key, group, limit, policy, sampling.ignore_eos)
-                    rows.append((row, uid, group, sample))
+                    made.append((row, uid, group, sample))
+                    if isinstance(schedule, Intervene):
+                        text = prompts[group] if isinstance(prompts[group], str) else decode(self.tokenizer, ids)
+                        drafts[row] = Draft(text, rows[group] if rows is not None else {})
                 seen[uid] += 1
-            mass = self._run(schedule, sampling, {row: (group, sample) for row, _, group, sample in rows})
+            where = {row: (group, sample) for row, _, group, sample in made}
+            reviews = self._reviews(schedule, drafts, {row: limits[group] for row, (group, _) in where.items()})
+            mass = self._run(schedule, sampling, where, reviews)
         except BaseException:
             self.scheduler.reset()
             raise
         self._wall += perf_counter() - started
-        version = self.models[schedule.writers[0]].version
+        version = self.models[schedule.speakers[0]].version
         return [
-            self._rollout(*row, encoded, schedule, sampling, seed, version, mass, skip_special_tokens) for row in rows
+            self._rollout(*row, encoded, schedule, sampling, seed, version, mass, skip_special_tokens, drafts)
+            for row in made
         ]
 
     def _schedule(self, schedule: Schedule | Callable | None) -> Schedule:
@@ -167,15 +180,15 @@ class Engine:
             if not callable(schedule):
                 raise ValueError(f"schedule: got {schedule!r}, need a schedule object or a callable")
             schedule = Call(schedule, tuple(self.names))
-        unknown = [w for w in schedule.writers if w not in self.models]
+        unknown = [w for w in schedule.speakers if w not in self.models]
         require(not unknown, "schedule writers", unknown, f"names among {self.names}")
         return schedule
 
     def _policy(self, schedule: Schedule) -> int:
         """The scheduler's number of a schedule; made once, for it may scan the vocabulary."""
         if schedule not in self._policies:
-            models = [self.names.index(w) for w in schedule.writers]
-            eos = sorted({i for w in schedule.writers for i in self.models[w].eos_ids})
+            models = [self.names.index(w) for w in schedule.speakers]
+            eos = sorted({i for w in schedule.speakers for i in self.models[w].eos_ids})
             arguments = schedule.policy(self.tokenizer, self.vocab_size)
             if arguments.get("boundary") is not None:
                 count = int(arguments["boundary"].sum())
@@ -213,20 +226,38 @@ class Engine:
         for m in range(len(self.names)):
             self.scheduler.invalidate(m)
 
-    def _run(self, schedule: Schedule, sampling: SamplingParams, where: dict[int, tuple[int, int]]) -> dict | None:
+    def _reviews(self, schedule: Schedule, drafts: dict[int, Draft], limits: dict[int, int]) -> Reviews | None:
+        if not isinstance(schedule, Intervene):
+            return None
+        steps, stop_ids = schedule.made_steps(self.tokenizer), self.models[schedule.speakers[0]].eos_ids
+        return Reviews(schedule, self.scheduler, steps, sorted(stop_ids), drafts, limits)
+
+    def _run(
+        self,
+        schedule: Schedule,
+        sampling: SamplingParams,
+        where: dict[int, tuple[int, int]],
+        reviews: Reviews | None = None,
+    ) -> dict | None:
         """Forwards until no row is left; returns each row's kept masses where the law is truncated."""
         scheduler, sampler = self.scheduler, Sampler(sampling)
         written: dict[int, list[int]] = {row: [] for row in where}
         mass = {row: [] for row in where} if sampling.truncates else None
         stops = StopStrings(sampling.stop, lambda ids: decode(self.tokenizer, ids, False)) if sampling.stop else None
-        while scheduler.unfinished():
+        open_reviews = False
+        while scheduler.unfinished() or open_reviews:
             if isinstance(schedule, Call):
                 self._ask(schedule, len(schedule.writers))
+            if reviews is not None:
+                reviews.look()
+                open_reviews = reviews.move(idle=not scheduler.next_models())
             for m in scheduler.next_models():
                 plan = scheduler.plan(m)
                 if len(plan.rows):
                     break
             else:
+                if reviews is not None:
+                    continue  # verdicts are out, or have just come
                 raise RuntimeError("engine: no row can move; this is a bug, please report it")
             ids, logprob, kept = (t.numpy() for t in self._forward(m, plan, sampler))
             if len(ids) and ids.min() < 0:
@@ -237,6 +268,9 @@ class Engine:
                     f"{self.names[m]!r} at position {plan.position[s]}, need finite logits"
                 )
             ended = scheduler.commit(m, ids, logprob, perf_counter())
+            if reviews is not None:
+                reviews.ended(ended.tolist())
+                open_reviews |= bool(reviews.waiting)
             self._rows_in[m] += len(plan.rows)
             if mass is not None:
                 for row, value in zip(plan.sample_rows.tolist(), kept.tolist(), strict=True):
@@ -272,7 +306,9 @@ class Engine:
             require(0 <= writer < writers, "schedule", writer, f"an index in 0..{writers - 1}")
             self.scheduler.set_author(row, writer)
 
-    def _rollout(self, row, uid, group, sample, encoded, schedule, sampling, seed, version, mass, skip) -> Rollout:
+    def _rollout(
+        self, row, uid, group, sample, encoded, schedule, sampling, seed, version, mass, skip, drafts
+    ) -> Rollout:
         record = self.scheduler.take(row)
         prompt = encoded[group]
         ids = record.ids[len(prompt) :].tolist()
@@ -288,6 +324,7 @@ class Engine:
             logprob=record.logprob,
             finish=finish,
             draws=[Draw(t, python_scheduler.REASONS[reason], writer) for t, reason, writer in record.draws],
+            interventions=drafts[row].log if row in drafts else [],
             text=text,
             uid=uid,
             group=group,

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from fastcollab.config import require
+from fastcollab.corrections import gives_answer
+from fastcollab.steps import Steps
 from fastcollab.tokens import containing, word_boundaries
 
 DRAW, CYCLE, ASK = 0, 1, 2
@@ -32,6 +34,11 @@ class Schedule:
             value = getattr(self, name, None)
             if value is not None and not isinstance(value, (int, float)):
                 object.__setattr__(self, name, tuple(value))
+
+    @property
+    def speakers(self) -> tuple[str, ...]:
+        """The model that each writer speaks through."""
+        return self.writers
 
     def policy(self, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
         """Arguments of ``Scheduler.add_policy`` but for ``models`` and ``eos``."""
@@ -155,3 +162,53 @@ class Call(Schedule):
 
     def policy(self, tokenizer, vocab_size):
         return dict(kind=ASK)
+
+
+@dataclass(frozen=True, eq=False)
+class Intervene(Schedule):
+    """MInTRL's schedule (arXiv 2609.12419; spec 2.2): a verifier reviews each chunk and may cut it at a wrong step.
+
+    ``writers``: the model that writes, and the name under which the verifier's tokens are credited. A chunk has at
+    least ``chunk`` tokens and ends where a step does, at the latest after ``longest_chunk`` (by up to a chunk more:
+    rows are looked at once a chunk). Budgets are per rollout. ``steps`` says what a step is
+    (:class:`fastcollab.steps.Steps` or its ``boundary``), ``verifier`` is a :class:`fastcollab.verifiers.Verifier`.
+    """
+
+    writers: tuple[str, ...] = ("policy", "verifier")
+    verifier: Any = None
+    chunk: int = 64
+    longest_chunk: int = 256
+    max_reviews: int = 8  # R
+    max_interventions: int = 4  # N
+    max_tokens: int = 32  # H, of one correction
+    reserve: int = 16  # tokens that must still fit behind a correction
+    cap: float = 1.0  # largest part of the rollout's limit that corrections may fill
+    steps: Any = "text"
+    leaks: Callable = gives_answer
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(len(self.writers) == 2, "Intervene writers", self.writers, "the writer's name and the verifier's")
+        methods = all(callable(getattr(self.verifier, name, None)) for name in ("review", "correct"))
+        require(methods, "verifier", self.verifier, "an object with review and correct")
+        for name in ("chunk", "max_tokens"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
+        for name in ("max_reviews", "max_interventions", "reserve"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
+        require(self.longest_chunk >= self.chunk, "longest_chunk", self.longest_chunk, f">= {self.chunk}, chunk")
+        require(0 <= self.cap <= 1, "cap", self.cap, "in [0, 1]")
+
+    @property
+    def speakers(self):
+        return (self.writers[0], self.writers[0])
+
+    def made_steps(self, tokenizer: Any) -> Steps:
+        return self.steps if isinstance(self.steps, Steps) else Steps(tokenizer, self.steps)
+
+    def policy(self, tokenizer, vocab_size):
+        if tokenizer is None:
+            raise ValueError("Intervene: got no tokenizer, need tokenizer= to find the steps")
+        boundary = np.zeros(vocab_size, np.uint8)
+        may_end = self.made_steps(tokenizer).may_end[:vocab_size]
+        boundary[: len(may_end)] = may_end
+        return dict(kind=ASK, boundary=boundary, max_gap=self.chunk)

@@ -30,6 +30,7 @@ sampling
 schedules
 blocks
 scheduler
+reviews
 engine
 scoring voters
 confidence

@@ -1,0 +1,156 @@
+"""Reviews: which rows of a batch wait for a verifier, and what its verdicts make of them (mintrl 2.2, 5, 6).
+
+A row stops at the end of a chunk and holds its place in the batch; the others go on. Verdicts are asked for all that
+wait at once. Keep: the row goes on. Revise: both its text and its KV are cut at the step, the correction is appended,
+and the row goes on with fresh random numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastcollab.config import require
+from fastcollab.corrections import Correction, CorrectionRules
+from fastcollab.schedules import Intervene
+from fastcollab.steps import Steps
+from fastcollab.types import Intervention
+from fastcollab.verifiers import Request, Revise, settle
+
+POLICY, VERIFIER = 0, 1  # authors
+
+
+@dataclass
+class Draft:
+    """One row: what was settled, and how often it was reviewed and corrected."""
+
+    prompt: str
+    row: Mapping[str, Any]
+    accepted: tuple[str, ...] = ()  # texts of settled steps, as they were first shown
+    settled: int = 0  # response ids that they write
+    reviews: int = 0
+    external: int = 0  # ids that the verifier wrote
+    fixed: bool = False  # the last settled step is a correction
+    log: list[Intervention] = field(default_factory=list)
+
+
+class Reviews:
+    """The reviews of one call of ``generate``. ``drafts``: scheduler row -> its draft."""
+
+    def __init__(self, schedule: Intervene, scheduler: Any, steps: Steps, stop_ids: Sequence[int],
+                 drafts: dict[int, Draft], limits: Mapping[int, int]) -> None:  # fmt: skip
+        self.schedule, self.scheduler, self.steps, self.drafts, self.limits = schedule, scheduler, steps, drafts, limits
+        self.rules = CorrectionRules(steps, schedule.max_tokens, schedule.reserve, schedule.leaks, tuple(stop_ids))
+        self.stop_ids = set(stop_ids)
+        self.waiting: dict[int, Request] = {}
+        self.asked: dict[int, Request] = {}
+        self.counts: Counter[str] = Counter()
+        self.worker = ThreadPoolExecutor(1) if getattr(schedule.verifier, "remote", False) else None
+        self.future: Future | None = None
+
+    # -- from the engine's loop
+
+    def look(self) -> None:
+        """Decide for each row that asks: go on writing, or wait for a verdict."""
+        for i in self.scheduler.asking():
+            if i not in self.waiting and i not in self.asked:
+                request = self._due(i)
+                if request is None:
+                    self.scheduler.set_author(i, POLICY)
+                else:
+                    self.waiting[i] = request
+
+    def ended(self, rows: Sequence[int]) -> None:
+        """Rows that their own EOS ended are reviewed too, while they may be (6.11)."""
+        for i in rows:
+            _, ids, _ = self.scheduler.view(i)
+            if len(ids) and int(ids[-1]) in self.stop_ids and (request := self._due(i, ended=True)) is not None:
+                self.waiting[i] = request
+
+    def move(self, idle: bool) -> bool:
+        """Ask for verdicts and apply those that came; ``idle``: no row can be written on. True while any is open."""
+        if self.waiting and not self.asked:
+            self.asked, self.waiting = self.waiting, {}
+            requests = list(self.asked.values())
+            if self.worker is not None:
+                self.future = self.worker.submit(self._ask, requests)
+            else:
+                self._apply(self._ask(requests))
+        if self.future is not None and (idle or self.future.done()):
+            answers, self.future = self.future.result(), None
+            self._apply(answers)
+        return bool(self.waiting or self.asked)
+
+    def close(self) -> None:
+        if self.worker is not None:
+            self.worker.shutdown(cancel_futures=True)
+
+    # -- parts
+
+    def _due(self, i: int, ended: bool = False) -> Request | None:
+        """The review of row ``i`` if its chunk is complete and reviews are left."""
+        draft, s = self.drafts[i], self.schedule
+        if draft.reviews >= s.max_reviews or len(draft.log) >= s.max_interventions:
+            return None
+        ids = self.scheduler.view(i)[1].tolist()
+        new = len(ids) - draft.settled
+        whole = new >= s.chunk and (self.steps.ends_step(ids) or new >= s.longest_chunk)
+        if new == 0 or not (ended or whole):
+            return None
+        texts = tuple(step.text for step in self.steps.split(ids, draft.settled))
+        if draft.fixed and len(texts) == 1:  # 6.16: after a correction something new must stand before the next
+            return None
+        return Request(draft.prompt, draft.accepted, texts, draft.row, ended, int(draft.fixed))
+
+    def _ask(self, requests: Sequence[Request]) -> list[tuple[Any, Any]]:
+        """(verdict, correction as the verifier wrote it or None) of each request."""
+        verifier = self.schedule.verifier
+        verdicts = verifier.review(requests)
+        require(len(verdicts) == len(requests), "verdicts", len(verdicts), f"{len(requests)}, one a request")
+        verdicts = [settle(v, r) for v, r in zip(verdicts, requests, strict=True)]
+        wrong = [i for i, v in enumerate(verdicts) if isinstance(v, Revise)]
+        raw = verifier.correct([requests[i].cut(verdicts[i].step) for i in wrong]) if wrong else []
+        require(len(raw) == len(wrong), "corrections", len(raw), f"{len(wrong)}, one a request")
+        by_row = dict(zip(wrong, raw, strict=True))
+        return [(verdict, by_row.get(i)) for i, verdict in enumerate(verdicts)]
+
+    def _apply(self, answers: Sequence[tuple[Any, Any]]) -> None:
+        asked, self.asked = self.asked, {}
+        for (i, request), (verdict, raw) in zip(asked.items(), answers, strict=True):
+            draft = self.drafts[i]
+            draft.reviews += 1
+            self.counts["reviews"] += 1
+            if not (isinstance(verdict, Revise) and self._revise(i, draft, request, verdict.step, raw)):
+                if not isinstance(verdict, Revise) and verdict.reason:
+                    self.counts[verdict.reason] += 1
+                self._keep(i, draft, request)
+
+    def _keep(self, i: int, draft: Draft, request: Request) -> None:
+        draft.accepted, draft.fixed = draft.accepted + request.new, False
+        draft.settled = len(self.scheduler.view(i)[1])
+        if not request.ended:
+            self.scheduler.set_author(i, POLICY)
+
+    def _revise(self, i: int, draft: Draft, request: Request, step: int, raw: Any) -> bool:
+        """Cut the row at the step and append the correction; False if the rules reject it."""
+        prompt, response, _ = self.scheduler.view(i)
+        ids = response.tolist()
+        at = self.steps.split(ids, draft.settled)[step].start
+        correction: Correction = self.rules(raw, ids[:at], ids[at:], self.limits[i] - at, request.row)
+        most = self.schedule.cap * self.limits[i]
+        reason = correction.reason or ("cap" if draft.external + len(correction.ids) > most else None)
+        if reason:
+            self.counts[reason] += 1
+            return False
+        self.scheduler.truncate(i, len(prompt) + at)
+        self.scheduler.append_forced(i, correction.ids, VERIFIER)
+        draft.log.append(Intervention(at, tuple(ids[at:]), correction.ids))
+        draft.accepted += (*request.new[:step], correction.text)
+        draft.settled, draft.fixed = at + len(correction.ids), True
+        draft.external += len(correction.ids)
+        self.counts["interventions"] += 1
+        self.counts["dropped"] += len(ids) - at
+        return True
