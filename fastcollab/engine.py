@@ -162,7 +162,11 @@ class Engine:
                 seen[uid] += 1
             where = {row: (group, sample) for row, _, group, sample in made}
             reviews = self._reviews(schedule, drafts, {row: limits[group] for row, (group, _) in where.items()})
-            mass = self._run(schedule, sampling, where, reviews)
+            try:
+                mass = self._run(schedule, sampling, where, reviews)
+            finally:
+                if reviews is not None:
+                    reviews.close()
         except BaseException:
             self.scheduler.reset()
             raise

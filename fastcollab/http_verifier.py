@@ -40,6 +40,8 @@ class HTTPVerifier:
     are ``patience`` rows in a row without an answer. ``counts`` holds calls, retries, timeouts, unanswered.
     """
 
+    remote = True
+
     def __init__(
         self,
         url: str,
