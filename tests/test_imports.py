@@ -30,6 +30,10 @@ scheduler
 engine
 scoring voters
 confidence
+jail wire
+code_judge
+sandbox
+code_rewards
 rewards
 advantages losses optim
 objective
