@@ -44,7 +44,8 @@ def run(job: dict, then: dict | None, limits: Limits, sandbox: bool = True) -> t
     """The records that the judge wrote about one job, and whether the time ran out.
 
     ``job`` goes in before the program starts, ``then`` after (its process never sees it). Everything that was started
-    is dead on return, at most ``limits.timeout`` after the program began. Raises RuntimeError where ``sandbox`` is
+    has been killed on return, at most ``limits.timeout`` + 0.2 s after the program began.
+    Raises RuntimeError where ``sandbox`` is
     true and there is none, or where the sandbox itself fails.
     """
     return _run(kind() if sandbox else "limits", job, then, limits)
