@@ -29,7 +29,7 @@ _HOME = {
     "legibility": "evaluation",
     "pass_at_k": "evaluation",
 }
-_MODULES = ("grading", "ops", "losses", "tiny", "kernels", "bench", "report")
+_MODULES = ("grading", "rewards", "ops", "losses", "tiny", "kernels", "bench", "report")
 __all__ = sorted(_HOME)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
@@ -11,6 +12,25 @@ def require(ok: bool, name: str, got: Any, need: str) -> None:
     """Raise ``ValueError("<name>: got <got>, need <need>")`` unless ``ok``."""
     if not ok:
         raise ValueError(f"{name}: got {got!r}, need {need}")
+
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)},
+    **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
+}
+_UNITS["KB"] = _UNITS["kB"]
+
+
+def parse_memory(text: str | int, name: str = "kv_memory") -> int:
+    """Bytes of ``"1GiB"``, ``"512 MiB"``, ``"2.5GB"`` or a plain number; ``ValueError`` for anything else."""
+    need = 'a positive size such as "1GiB", "512MiB", "2.5GB" or a number of bytes'
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    require(match is not None and match[2] in _UNITS, name, text, need)
+    size = int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
+    require(size >= 1, name, text, need)
+    return size
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastcollab import ops
-from fastcollab.config import require
+from fastcollab.config import parse_memory, require
 
 
 class Layer(Protocol):
@@ -59,25 +58,6 @@ class Pools:
 def bytes_per_block(layers: Iterable[Layer], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers, K and V."""
     return sum(layer.kv_heads * (layer.k_width + layer.v_width) for layer in layers) * block_size * dtype.itemsize
-
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    **{f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)},
-    **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
-}
-_UNITS["KB"] = _UNITS["kB"]
-
-
-def parse_memory(text: str | int) -> int:
-    """Bytes of ``"1GiB"``, ``"512 MiB"``, ``"2.5GB"`` or a plain number; ``ValueError`` for anything else."""
-    need = 'a positive size such as "1GiB", "512MiB", "2.5GB" or a number of bytes'
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    require(match is not None and match[2] in _UNITS, "kv_memory", text, need)
-    size = int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
-    require(size >= 1, "kv_memory", text, need)
-    return size
 
 
 def plan_blocks(models: Iterable, kv_memory: str | int, block_size: int) -> list[int]:

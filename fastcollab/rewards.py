@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastcollab.code_rewards import Failure, code, code_failures
 from fastcollab.config import require
+
+__all__ = ["Failure", "RewardFunctions", "Scores", "code", "code_failures"]
 
 OWN_NAMES = (
     "prompts",

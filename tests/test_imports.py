@@ -34,6 +34,10 @@ reviews
 engine
 scoring voters
 confidence
+jail wire
+code_judge
+sandbox
+code_rewards
 rewards
 advantages losses optim
 objective
