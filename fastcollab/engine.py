@@ -124,12 +124,14 @@ class Engine:
         chat_template_kwargs: dict | None = None,
         skip_special_tokens: bool = True,
         rows: Sequence[dict] | None = None,
+        allowed: Callable[[int, list[int]], Sequence[int]] | None = None,
     ) -> list[Rollout]:
         """``len(prompts) * n`` rollouts, prompt-major.
 
         Draws are keyed by (seed, step, uid or content hash, occurrence of that uid in the call, sample): neither the
         order of the prompts nor the batch changes a row. Without a schedule the first model writes alone. ``rows`` are
-        the prompts' rows of the dataset, which ``Intervene`` shows its verifier.
+        the prompts' rows of the dataset, which ``Intervene`` shows its verifier. ``allowed(prompt index, ids so far)``
+        names the ids that may come next, at least one: nothing else is drawn, and log-probs are of that smaller law.
         """
         sampling = sampling or SamplingParams()
         schedule = self._schedule(schedule)
@@ -163,7 +165,7 @@ class Engine:
             where = {row: (group, sample) for row, _, group, sample in made}
             reviews = self._reviews(schedule, drafts, {row: limits[group] for row, (group, _) in where.items()})
             try:
-                mass = self._run(schedule, sampling, where, reviews)
+                mass = self._run(schedule, sampling, where, reviews, allowed)
             finally:
                 if reviews is not None:
                     reviews.close()
@@ -242,6 +244,7 @@ class Engine:
         sampling: SamplingParams,
         where: dict[int, tuple[int, int]],
         reviews: Reviews | None = None,
+        allowed: Callable | None = None,
     ) -> dict | None:
         """Forwards until no row is left; returns each row's kept masses where the law is truncated."""
         scheduler, sampler = self.scheduler, Sampler(sampling)
@@ -263,7 +266,8 @@ class Engine:
                 if reviews is not None:
                     continue  # verdicts are out, or have just come
                 raise RuntimeError("engine: no row can move; this is a bug, please report it")
-            ids, logprob, kept = (t.numpy() for t in self._forward(m, plan, sampler))
+            law = None if allowed is None else self._only(plan, where, allowed)
+            ids, logprob, kept = (t.numpy() for t in self._forward(m, plan, sampler, law))
             if len(ids) and ids.min() < 0:
                 s = int(ids.argmin())
                 group, sample = where[int(plan.sample_rows[s])]
@@ -286,7 +290,16 @@ class Engine:
                         scheduler.finish(row, python_scheduler.STOP)
         return mass
 
-    def _forward(self, m: int, plan, sampler: Sampler) -> tuple[torch.Tensor, ...]:
+    def _only(self, plan, where: dict[int, tuple[int, int]], allowed: Callable) -> torch.Tensor:
+        """What is added to the logits [S, V] so that only allowed ids can be drawn."""
+        law = torch.full((len(plan.sample_rows), self.vocab_size), -torch.inf)
+        for s, row in enumerate(plan.sample_rows.tolist()):
+            may = list(allowed(where[row][0], self.scheduler.view(row)[1].tolist()))
+            require(len(may) > 0, f"allowed ids of prompt {where[row][0]}", may, "at least one")
+            law[s, may] = 0.0
+        return law
+
+    def _forward(self, m: int, plan, sampler: Sampler, law: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """One forward of model ``m``: copies, append + attend, head on the rows that speak, one draw each."""
         model, pools = self.models[self.names[m]], self.pools[m]
         device = model.device
@@ -300,8 +313,10 @@ class Engine:
             pools, move(plan.slot_mapping), move(plan.block_table), move(plan.q_indptr), move(plan.kv_len)
         )
         index = move(plan.logit_index)
-        logits = model.decode(move(plan.input_ids), move(plan.position_ids), context, index)
-        return tuple(t.cpu() for t in sampler(logits[:, : self.vocab_size], plan))
+        logits = model.decode(move(plan.input_ids), move(plan.position_ids), context, index)[:, : self.vocab_size]
+        if law is not None:
+            logits = logits + law.to(device)
+        return tuple(t.cpu() for t in sampler(logits, plan))
 
     def _ask(self, schedule: Call, writers: int) -> None:
         for row in self.scheduler.asking():

@@ -32,7 +32,7 @@ blocks
 scheduler
 reviews
 engine
-scoring voters
+model_verifier scoring voters
 confidence
 jail wire
 code_judge
