@@ -67,6 +67,8 @@ def test_what_was_read_of_a_draft_is_not_read_again():
 
 def test_a_model_intervenes_in_the_rollouts_of_another():
     made, _ = verifier(max_tokens=8, template=Template(None, "check", "?", "go on"))  # its limit is 256 tokens
+    one = made.engine.tokenizer.convert_tokens_to_ids("1")
+    made.choices = lambda request: {(one, made.end_id): Revise(0)}  # no other verdict may be given
     plan = Intervene(verifier=made, chunk=6, longest_chunk=24, max_tokens=8, reserve=2, steps=LINES,
                      leaks=lambda text, row: False)  # fmt: skip
     engine = fc.Engine({"policy": fc.tiny.junior()}, kv_memory="16MiB")
