@@ -263,8 +263,8 @@ class Engine:
                 if len(plan.rows):
                     break
             else:
-                if reviews is not None:
-                    continue  # verdicts are out, or have just come
+                if reviews is not None and (open_reviews or not scheduler.next_models()):
+                    continue  # verdicts are out, or the last have just come
                 raise RuntimeError("engine: no row can move; this is a bug, please report it")
             law = None if allowed is None else self._only(plan, where, allowed)
             ids, logprob, kept = (t.numpy() for t in self._forward(m, plan, sampler, law))
