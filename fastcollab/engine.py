@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,16 @@ except ImportError as error:  # absent, or built for another interpreter: both r
     native_scheduler, NATIVE_ABSENT = None, str(error)
     if ops.NATIVE_ABSENT is None:  # else the operators' warning says it
         warnings.warn(f"fastcollab schedules in Python, which is slower: {NATIVE_ABSENT}", stacklevel=2)
+
+
+class Seat(NamedTuple):
+    """Which rollout of a call a row of the scheduler is."""
+
+    group: int
+    sample: int
+    uid: int
+    key: int
+    schedule: Schedule
 
 
 def _scheduler_class(which: str | None):
@@ -116,7 +126,7 @@ class Engine:
         self,
         prompts: Sequence[Any],
         n: int = 1,
-        schedule: Schedule | Callable | None = None,
+        schedule: Schedule | Callable | Sequence[Schedule | Callable] | None = None,
         sampling: SamplingParams | None = None,
         seed: int = 0,
         step: int = 0,
@@ -129,53 +139,62 @@ class Engine:
         """``len(prompts) * n`` rollouts, prompt-major.
 
         Draws are keyed by (seed, step, uid or content hash, occurrence of that uid in the call, sample): neither the
-        order of the prompts nor the batch changes a row. Without a schedule the first model writes alone. ``rows`` are
-        the prompts' rows of the dataset, which ``Intervene`` shows its verifier. ``allowed(prompt index, ids so far)``
-        names the ids that may come next, at least one: nothing else is drawn, and log-probs are of that smaller law.
+        order of the prompts nor the batch changes a row. Without a schedule the first model writes alone; a list of
+        ``n`` has one for each sample of a prompt, in one running batch. ``rows`` are the prompts' rows of the dataset,
+        which ``Intervene`` shows its verifier. ``allowed(prompt index, ids so far)`` names the ids that may come next,
+        at least one: nothing else is drawn, and log-probs are of that smaller law.
         """
         sampling = sampling or SamplingParams()
-        schedule = self._schedule(schedule)
         require(n >= 1, "n", n, ">= 1")
+        several = isinstance(schedule, (list, tuple))
+        require(not several or len(schedule) == n, "schedule", several and len(schedule), f"one, or {n} for n={n}")
+        schedules = [self._schedule(s) for s in (schedule if several else [schedule] * n)]
         require(not isinstance(prompts, str), "prompts", prompts, "a list of prompts")
         require(len(prompts) > 0, "prompts", list(prompts), "at least one prompt")
         require(uids is None or len(uids) == len(prompts), "uids", uids and len(uids), f"{len(prompts)}, one a prompt")
-        if isinstance(schedule, Intervene):
+        reviewed = any(isinstance(s, Intervene) for s in schedules)
+        if reviewed:
             plain = not sampling.truncates and not sampling.stop
             require(plain, "sampling", sampling, "neither top-k, top-p, min-p nor stop strings under Intervene")
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop: got {sampling.stop!r} and no tokenizer, need tokenizer= to find text")
         encoded = [encode_prompt(self.tokenizer, p, i, chat_template_kwargs) for i, p in enumerate(prompts)]
-        limits = [self._limit(ids, i, schedule.speakers, sampling.max_new_tokens) for i, ids in enumerate(encoded)]
+        speakers = sorted({name for s in schedules for name in s.speakers})
+        limits = [self._limit(ids, i, speakers, sampling.max_new_tokens) for i, ids in enumerate(encoded)]
+        require(rows is None or len(rows) == len(prompts), "rows", rows and len(rows), f"{len(prompts)}, one a prompt")
         self._refresh()
-        policy = self._policy(schedule)
-        made, seen = [], Counter()
-        drafts: dict[int, Draft] = {}
+        seats, seen = [], Counter()
+        for group, ids in enumerate(encoded):
+            uid = content_uid(ids if uids is None else uids[group])
+            for sample, own in enumerate(schedules):
+                seats.append(Seat(group, sample, uid, row_key(seed, step, uid, seen[uid], sample), own))
+            seen[uid] += 1
         started = perf_counter()
         try:
-            for group, (ids, limit) in enumerate(zip(encoded, limits, strict=True)):
-                uid = content_uid(ids if uids is None else uids[group])
-                for sample in range(n):
-                    key = row_key(seed, step, uid, seen[uid], sample)
-                    row = self.scheduler.add(ids, key, group, limit, policy, sampling.ignore_eos)
-                    made.append((row, uid, group, sample))
-                    if isinstance(schedule, Intervene):
-                        text = prompts[group] if isinstance(prompts[group], str) else decode(self.tokenizer, ids)
-                        drafts[row] = Draft(text, rows[group] if rows is not None else {})
-                seen[uid] += 1
-            where = {row: (group, sample) for row, _, group, sample in made}
-            reviews = self._reviews(schedule, drafts, {row: limits[group] for row, (group, _) in where.items()})
+            seated: dict[int, Seat] = {}
+            for seat in sorted(seats, key=lambda seat: not isinstance(seat.schedule, Intervene)):
+                # rows that will wait for a verifier start first: the others fill the gaps (mintrl 5.5)
+                policy, limit = self._policy(seat.schedule), limits[seat.group]
+                row = self.scheduler.add(encoded[seat.group], seat.key, seat.group, limit, policy, sampling.ignore_eos)
+                seated[row] = seat
+            drafts = {}
+            for row, (group, *_, own) in seated.items():
+                if isinstance(own, Intervene):
+                    text = prompts[group] if isinstance(prompts[group], str) else decode(self.tokenizer, encoded[group])
+                    drafts[row] = Draft(text, rows[group] if rows is not None else {})
+            reviews = self._reviews(seated, drafts, limits) if reviewed else []
             try:
-                mass = self._run(schedule, sampling, where, reviews, allowed)
+                mass = self._run(sampling, seated, reviews, allowed)
             finally:
-                if reviews is not None:
-                    reviews.close()
+                for each in reviews:
+                    each.close()
         except BaseException:
             self.scheduler.reset()
             raise
         self._wall += perf_counter() - started
-        version = self.models[schedule.speakers[0]].version
+        made = sorted(seated, key=lambda row: seated[row][:2])
         return [
-            self._rollout(*row, encoded, schedule, sampling, seed, version, mass, skip_special_tokens, drafts)
+            self._rollout(row, seated[row], encoded, sampling, seed, mass, skip_special_tokens, drafts.get(row))
             for row in made
         ]
 
@@ -232,53 +251,58 @@ class Engine:
         for m in range(len(self.names)):
             self.scheduler.invalidate(m)
 
-    def _reviews(self, schedule: Schedule, drafts: dict[int, Draft], limits: dict[int, int]) -> Reviews | None:
-        if not isinstance(schedule, Intervene):
-            return None
-        steps, stop_ids = schedule.made_steps(self.tokenizer), self.models[schedule.speakers[0]].eos_ids
-        return Reviews(schedule, self.scheduler, steps, sorted(stop_ids), drafts, limits)
+    def _reviews(self, seated: dict[int, Seat], drafts: dict[int, Draft], limits: Sequence[int]) -> list[Reviews]:
+        """The reviews of each Intervene schedule of the call."""
+        result = []
+        for schedule in dict.fromkeys(seated[row].schedule for row in drafts):
+            own = {row: draft for row, draft in drafts.items() if seated[row].schedule == schedule}
+            stop_ids = sorted(self.models[schedule.speakers[0]].eos_ids)
+            room = {row: limits[seated[row].group] for row in own}
+            result.append(Reviews(schedule, self.scheduler, schedule.made_steps(self.tokenizer), stop_ids, own, room))
+        return result
 
     def _run(
         self,
-        schedule: Schedule,
         sampling: SamplingParams,
-        where: dict[int, tuple[int, int]],
-        reviews: Reviews | None = None,
+        seated: dict[int, Seat],
+        reviews: Sequence[Reviews] = (),
         allowed: Callable | None = None,
     ) -> dict | None:
         """Forwards until no row is left; returns each row's kept masses where the law is truncated."""
         scheduler, sampler = self.scheduler, Sampler(sampling)
-        written: dict[int, list[int]] = {row: [] for row in where}
-        mass = {row: [] for row in where} if sampling.truncates else None
+        written: dict[int, list[int]] = {row: [] for row in seated}
+        mass = {row: [] for row in seated} if sampling.truncates else None
         stops = StopStrings(sampling.stop, lambda ids: decode(self.tokenizer, ids, False)) if sampling.stop else None
+        asked = {row: seat.schedule for row, seat in seated.items() if isinstance(seat.schedule, Call)}
         open_reviews = False
         while scheduler.unfinished() or open_reviews:
-            if isinstance(schedule, Call):
-                self._ask(schedule, len(schedule.writers))
-            if reviews is not None:
-                reviews.look()
-                open_reviews = reviews.move(idle=not scheduler.next_models())
+            if asked:
+                self._ask(asked)
+            for each in reviews:
+                each.look()
+            if reviews:
+                open_reviews = any([each.move(idle=not scheduler.next_models()) for each in reviews])
             for m in scheduler.next_models():
                 plan = scheduler.plan(m)
                 if len(plan.rows):
                     break
             else:
-                if reviews is not None and (open_reviews or not scheduler.next_models()):
+                if reviews and (open_reviews or not scheduler.next_models()):
                     continue  # verdicts are out, or the last have just come
                 raise RuntimeError("engine: no row can move; this is a bug, please report it")
-            law = None if allowed is None else self._only(plan, where, allowed)
+            law = None if allowed is None else self._only(plan, seated, allowed)
             ids, logprob, kept = (t.numpy() for t in self._forward(m, plan, sampler, law))
             if len(ids) and ids.min() < 0:
                 s = int(ids.argmin())
-                group, sample = where[int(plan.sample_rows[s])]
+                group, sample = seated[int(plan.sample_rows[s])][:2]
                 raise FloatingPointError(
                     f"rollout {group}/{sample}: got logits without a finite value or with NaN from "
                     f"{self.names[m]!r} at position {plan.position[s]}, need finite logits"
                 )
             ended = scheduler.commit(m, ids, logprob, perf_counter())
-            if reviews is not None:
-                reviews.ended(ended.tolist())
-                open_reviews |= bool(reviews.waiting)
+            for each in reviews:
+                each.ended(ended.tolist())
+                open_reviews |= bool(each.waiting)
             self._rows_in[m] += len(plan.rows)
             if mass is not None:
                 for row, value in zip(plan.sample_rows.tolist(), kept.tolist(), strict=True):
@@ -290,12 +314,13 @@ class Engine:
                         scheduler.finish(row, python_scheduler.STOP)
         return mass
 
-    def _only(self, plan, where: dict[int, tuple[int, int]], allowed: Callable) -> torch.Tensor:
+    def _only(self, plan, seated: dict[int, Seat], allowed: Callable) -> torch.Tensor:
         """What is added to the logits [S, V] so that only allowed ids can be drawn."""
         law = torch.full((len(plan.sample_rows), self.vocab_size), -torch.inf)
         for s, row in enumerate(plan.sample_rows.tolist()):
-            may = list(allowed(where[row][0], self.scheduler.view(row)[1].tolist()))
-            require(len(may) > 0, f"allowed ids of prompt {where[row][0]}", may, "at least one")
+            group = seated[row].group
+            may = list(allowed(group, self.scheduler.view(row)[1].tolist()))
+            require(len(may) > 0, f"allowed ids of prompt {group}", may, "at least one")
             law[s, may] = 0.0
         return law
 
@@ -318,18 +343,17 @@ class Engine:
             logits = logits + law.to(device)
         return tuple(t.cpu() for t in sampler(logits, plan))
 
-    def _ask(self, schedule: Call, writers: int) -> None:
+    def _ask(self, schedules: dict[int, Call]) -> None:
         for row in self.scheduler.asking():
-            prompt, ids, author = self.scheduler.view(row)
-            writer = int(schedule.choose(prompt, ids, author))
-            require(0 <= writer < writers, "schedule", writer, f"an index in 0..{writers - 1}")
-            self.scheduler.set_author(row, writer)
+            if row in schedules:
+                prompt, ids, author = self.scheduler.view(row)
+                writer, writers = int(schedules[row].choose(prompt, ids, author)), len(schedules[row].writers)
+                require(0 <= writer < writers, "schedule", writer, f"an index in 0..{writers - 1}")
+                self.scheduler.set_author(row, writer)
 
-    def _rollout(
-        self, row, uid, group, sample, encoded, schedule, sampling, seed, version, mass, skip, drafts
-    ) -> Rollout:
+    def _rollout(self, row, seat: Seat, encoded, sampling, seed, mass, skip, draft: Draft | None) -> Rollout:
         record = self.scheduler.take(row)
-        prompt = encoded[group]
+        prompt, schedule = encoded[seat.group], seat.schedule
         ids = record.ids[len(prompt) :].tolist()
         text = decode(self.tokenizer, ids, skip)
         finish = python_scheduler.FINISH[record.finish]
@@ -343,13 +367,14 @@ class Engine:
             logprob=record.logprob,
             finish=finish,
             draws=[Draw(t, python_scheduler.REASONS[reason], writer) for t, reason, writer in record.draws],
-            interventions=drafts[row].log if row in drafts else [],
+            interventions=draft.interventions if draft else [],
+            reviews=draft.reviews if draft else [],
             text=text,
-            uid=uid,
-            group=group,
-            sample=sample,
+            uid=seat.uid,
+            group=seat.group,
+            sample=seat.sample,
             seed=seed,
-            policy_version=version,
+            policy_version=self.models[schedule.speakers[0]].version,
             kept_mass=None if mass is None else np.array(mass[row], np.float32),
         )
 

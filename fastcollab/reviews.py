@@ -7,7 +7,6 @@ and the row goes on with fresh random numbers.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from fastcollab.config import require
 from fastcollab.corrections import Correction, CorrectionRules
 from fastcollab.schedules import Intervene
 from fastcollab.steps import Steps
-from fastcollab.types import Intervention
+from fastcollab.types import Intervention, Review
 from fastcollab.verifiers import Request, Revise, settle
 
 POLICY, VERIFIER = 0, 1  # authors
@@ -30,11 +29,13 @@ class Draft:
     prompt: str
     row: Mapping[str, Any]
     accepted: tuple[str, ...] = ()  # texts of settled steps, as they were first shown
+    starts: tuple[int, ...] = ()  # the response position of each
+    floor: int = 0  # of these, up to the last correction: never reopened
     settled: int = 0  # response ids that they write
-    reviews: int = 0
     external: int = 0  # ids that the verifier wrote
     fixed: bool = False  # the last settled step is a correction
-    log: list[Intervention] = field(default_factory=list)
+    reviews: list[Review] = field(default_factory=list)
+    interventions: list[Intervention] = field(default_factory=list)
 
 
 class Reviews:
@@ -47,7 +48,6 @@ class Reviews:
         self.stop_ids = set(stop_ids)
         self.waiting: dict[int, Request] = {}
         self.asked: dict[int, Request] = {}
-        self.counts: Counter[str] = Counter()
         self.worker = ThreadPoolExecutor(1) if getattr(schedule.verifier, "remote", False) else None
         self.future: Future | None = None
 
@@ -56,7 +56,7 @@ class Reviews:
     def look(self) -> None:
         """Decide for each row that asks: go on writing, or wait for a verdict."""
         for i in self.scheduler.asking():
-            if i not in self.waiting and i not in self.asked:
+            if i in self.drafts and i not in self.waiting and i not in self.asked:
                 request = self._due(i)
                 if request is None:
                     self.scheduler.set_author(i, POLICY)
@@ -66,7 +66,7 @@ class Reviews:
     def ended(self, rows: Sequence[int]) -> None:
         """Rows that their own EOS ended are reviewed too, while they may be (6.11)."""
         for i in rows:
-            _, ids, _ = self.scheduler.view(i)
+            ids = self.scheduler.view(i)[1] if i in self.drafts else ()
             if len(ids) and int(ids[-1]) in self.stop_ids and (request := self._due(i, ended=True)) is not None:
                 self.waiting[i] = request
 
@@ -93,7 +93,7 @@ class Reviews:
     def _due(self, i: int, ended: bool = False) -> Request | None:
         """The review of row ``i`` if its chunk is complete and reviews are left."""
         draft, s = self.drafts[i], self.schedule
-        if draft.reviews >= s.max_reviews or len(draft.log) >= s.max_interventions:
+        if len(draft.reviews) >= s.max_reviews or len(draft.interventions) >= s.max_interventions:
             return None
         ids = self.scheduler.view(i)[1].tolist()
         new = len(ids) - draft.settled
@@ -103,7 +103,8 @@ class Reviews:
         texts = tuple(step.text for step in self.steps.split(ids, draft.settled))
         if draft.fixed and len(texts) == 1:  # 6.16: after a correction something new must stand before the next
             return None
-        return Request(draft.prompt, draft.accepted, texts, draft.row, ended, int(draft.fixed))
+        first = draft.floor - len(draft.accepted) if s.rollback == "deep" and not draft.fixed else int(draft.fixed)
+        return Request(draft.prompt, draft.accepted, texts, draft.row, ended, first)
 
     def _ask(self, requests: Sequence[Request]) -> list[tuple[Any, Any]]:
         """(verdict, correction as the verifier wrote it or None) of each request."""
@@ -120,37 +121,39 @@ class Reviews:
     def _apply(self, answers: Sequence[tuple[Any, Any]]) -> None:
         asked, self.asked = self.asked, {}
         for (i, request), (verdict, raw) in zip(asked.items(), answers, strict=True):
-            draft = self.drafts[i]
-            draft.reviews += 1
-            self.counts["reviews"] += 1
-            if not (isinstance(verdict, Revise) and self._revise(i, draft, request, verdict.step, raw)):
-                if not isinstance(verdict, Revise) and verdict.reason:
-                    self.counts[verdict.reason] += 1
+            draft, position = self.drafts[i], len(self.scheduler.view(i)[1])
+            if isinstance(verdict, Revise):
+                outcome = self._revise(i, draft, request, verdict.step, raw) or "intervention"
+            else:
+                outcome = verdict.reason or "keep"
+            draft.reviews.append(Review(position, outcome))
+            if outcome != "intervention":
                 self._keep(i, draft, request)
 
     def _keep(self, i: int, draft: Draft, request: Request) -> None:
-        draft.accepted, draft.fixed = draft.accepted + request.new, False
-        draft.settled = len(self.scheduler.view(i)[1])
+        ids = self.scheduler.view(i)[1].tolist()
+        draft.starts += tuple(step.start for step in self.steps.split(ids, draft.settled))
+        draft.accepted, draft.fixed, draft.settled = draft.accepted + request.new, False, len(ids)
         if not request.ended:
             self.scheduler.set_author(i, POLICY)
 
-    def _revise(self, i: int, draft: Draft, request: Request, step: int, raw: Any) -> bool:
-        """Cut the row at the step and append the correction; False if the rules reject it."""
+    def _revise(self, i: int, draft: Draft, request: Request, step: int, raw: Any) -> str | None:
+        """Cut the row at the step and append the correction; or why the rules reject it."""
         prompt, response, _ = self.scheduler.view(i)
         ids = response.tolist()
-        at = self.steps.split(ids, draft.settled)[step].start
+        starts = draft.starts + tuple(s.start for s in self.steps.split(ids, draft.settled))
+        step += len(draft.accepted)
+        at = starts[step]
         correction: Correction = self.rules(raw, ids[:at], ids[at:], self.limits[i] - at, request.row)
         most = self.schedule.cap * self.limits[i]
         reason = correction.reason or ("cap" if draft.external + len(correction.ids) > most else None)
         if reason:
-            self.counts[reason] += 1
-            return False
+            return reason
         self.scheduler.truncate(i, len(prompt) + at)
         self.scheduler.append_forced(i, correction.ids, VERIFIER)
-        draft.log.append(Intervention(at, tuple(ids[at:]), correction.ids))
-        draft.accepted += (*request.new[:step], correction.text)
+        draft.interventions.append(Intervention(at, tuple(ids[at:]), correction.ids))
+        draft.accepted = (*(draft.accepted + request.new)[:step], correction.text)
+        draft.starts, draft.floor = (*starts[:step], at), step + 1
         draft.settled, draft.fixed = at + len(correction.ids), True
         draft.external += len(correction.ids)
-        self.counts["interventions"] += 1
-        self.counts["dropped"] += len(ids) - at
-        return True
+        return None

@@ -183,6 +183,7 @@ class Intervene(Schedule):
     max_tokens: int = 32  # H, of one correction
     reserve: int = 16  # tokens that must still fit behind a correction
     cap: float = 1.0  # largest part of the rollout's limit that corrections may fill
+    rollback: str = "chunk"  # what may be cut: the new chunk, or "deep": back to just after the last correction (6.3)
     steps: Any = "text"
     leaks: Callable = gives_answer
 
@@ -197,6 +198,7 @@ class Intervene(Schedule):
             require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
         require(self.longest_chunk >= self.chunk, "longest_chunk", self.longest_chunk, f">= {self.chunk}, chunk")
         require(0 <= self.cap <= 1, "cap", self.cap, "in [0, 1]")
+        require(self.rollback in ("chunk", "deep"), "rollback", self.rollback, "chunk or deep")
 
     @property
     def speakers(self):

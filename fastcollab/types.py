@@ -24,6 +24,17 @@ class Intervention(NamedTuple):
     inserted: tuple[int, ...]
 
 
+class Review(NamedTuple):
+    """What one review came to, with ``position`` response tokens written.
+
+    ``outcome``: keep | intervention | malformed | out_of_range (no verdict, or none that may be: kept) | why the
+    correction was rejected (a reason of ``corrections.REASONS``, or cap).
+    """
+
+    position: int
+    outcome: str
+
+
 @dataclass
 class Rollout:
     """One response to one prompt. ``len(ids) == len(author) == len(logprob)``, asserted here."""
@@ -36,6 +47,7 @@ class Rollout:
     finish: str  # eos | length | stop | abort
     draws: list[Draw] = field(default_factory=list)
     interventions: list[Intervention] = field(default_factory=list)
+    reviews: list[Review] = field(default_factory=list)
     text: str | None = None  # None without a tokenizer
     uid: int = 0  # what keys the draws, with sample
     group: int = 0  # index of the prompt in the call

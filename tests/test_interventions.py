@@ -138,13 +138,58 @@ def test_a_row_does_not_depend_on_its_company_or_on_who_waits(scheduler):
         assert [r.ids for r in alone] == [r.ids for r in together[2 * group : 2 * group + 2]]
 
 
+@both
+def test_controls_and_reviewed_rollouts_share_a_batch(scheduler):
+    """A list has a schedule for each sample: the same rollouts as one schedule at a time, in order of the samples."""
+    plan, sampling = (
+        schedule(once(0), lambda prompt, accepted, new: " 2 + 2 = 4\n"),
+        fc.SamplingParams(max_new_tokens=40),
+    )
+    solo = fc.Solo("policy")
+    mixed = engine(scheduler).generate(PROMPTS, n=4, schedule=[solo, plan, solo, plan], sampling=sampling, seed=4)
+    of_one = [engine(scheduler).generate(PROMPTS, n=4, schedule=s, sampling=sampling, seed=4) for s in (solo, plan)]
+    assert [(r.group, r.sample) for r in mixed] == [(g, i) for g in range(len(PROMPTS)) for i in range(4)]
+    for i, r in enumerate(mixed):
+        assert r.ids == of_one[i % 2][i].ids and r.writers == (("policy",), ("policy", "verifier"))[i % 2]
+    assert any(r.interventions for r in mixed) and not any(r.reviews for r in mixed[::2])
+    with pytest.raises(ValueError, match="schedule: got 2, need one, or 4 for n=4"):
+        engine(scheduler).generate(PROMPTS, n=4, schedule=[solo, plan], sampling=sampling)
+
+
+@both
+def test_deep_rollback_reopens_accepted_steps_but_no_correction(scheduler):
+    """6.3: by default a step of an earlier chunk is out of range; "deep" allows it, back to the last correction."""
+    asked = []
+
+    def review(prompt, accepted, new):
+        asked.append(len(accepted))
+        return Keep() if len(asked) == 1 else Revise(-len(accepted))
+
+    def correct(prompt, accepted, new):
+        return " 2 + 2 = 4\n"
+
+    for rollback in ("chunk", "deep"):
+        asked.clear()
+        plan = schedule(review, correct, rollback=rollback, max_reviews=3)
+        (r,) = engine(scheduler).generate(PROMPTS[:1], schedule=plan, sampling=GREEDY)
+        outcomes = [outcome for _, outcome in r.reviews]
+        if rollback == "chunk":
+            assert outcomes == ["keep", "out_of_range", "out_of_range"] and not r.interventions
+        else:  # the second review cuts at the very start, the third may not cut the correction that stands there
+            assert outcomes == ["keep", "intervention", "out_of_range"]
+            assert r.interventions[0].position == 0 and asked[2] == 1
+
+
 def test_rejected_corrections_keep_the_draft():
     """6.8, 6.10, 6.13: nothing is cut where the rules reject what the verifier wrote."""
     plain = engine().generate(PROMPTS, sampling=GREEDY)
-    for text, changes in [("", {}), ("  \n", {}), (None, {}), (" 1 + 1 = 2\n", {"leaks": lambda text, row: True}),
-                          (" 1 + 1 = 2\n", {"reserve": 1000}), (" 1 + 1 = 2\n", {"cap": 0.0})]:  # fmt: skip
+    for reason, text, changes in [("noop", "", {}), ("noop", "  \n", {}), ("unanswered", None, {}),
+                                  ("leak", " 1 + 1 = 2\n", {"leaks": lambda text, row: True}),
+                                  ("room", " 1 + 1 = 2\n", {"reserve": 1000}),
+                                  ("cap", " 1 + 1 = 2\n", {"cap": 0.0})]:  # fmt: skip
         plan = schedule(once(0), lambda prompt, accepted, new, text=text: text, **changes)
-        assert same(plain, engine().generate(PROMPTS, schedule=plan, sampling=GREEDY))
+        found = engine().generate(PROMPTS, schedule=plan, sampling=GREEDY)
+        assert same(plain, found) and all(r.reviews[0].outcome == reason for r in found)
 
 
 def test_budgets_and_fresh_steps():
