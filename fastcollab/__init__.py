@@ -15,6 +15,7 @@ _HOME = {
     "GRPOConfig": "config",
     "TandemConfig": "config",
     "CoRLConfig": "config",
+    "MInTRLConfig": "config",
     "Rollout": "types",
     "Solo": "schedules",
     "Intervene": "schedules",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastcollab.config import require
+from fastcollab.reference.losses import value_estimate
 
 Rewards = Sequence[float | None] | Tensor
 
@@ -71,6 +72,50 @@ def group_advantages(
         metrics["reward"] = float(x.mean())
         metrics["reward_std"] = float(std[scored].mean())
         metrics["frac_reward_zero_std"] = float(is_flat[scored].double().mean())
+    return advantage.float(), metrics
+
+
+def control_advantages(
+    rewards: Rewards,
+    group_ids: Sequence[int] | Tensor,
+    is_control: Sequence[bool] | Tensor,
+    baseline: str = "mean",
+    beta: float = 0.0,
+) -> tuple[Tensor, dict[str, float]]:
+    """A = r - V(prompt), the baseline V from the control rollouts' rewards alone; not divided by anything.
+
+    ``baseline``: "mean" of the prompt's controls | "loo": for a control the mean of the others, which keeps its
+    gradient whole (mintrl spec 7.6) | "soft": beta log mean exp(r / beta) (7.4). Computed in fp64. Rows without a
+    reward (None or NaN) count nowhere. Source: MInTRL (arXiv 2609.12419), mintrl spec 2.3, 6.20, 6.25.
+
+    Args: rewards [N]; group_ids [N], any integers; is_control [N] bool.
+    Returns: advantage [N] fp32 on the CPU, NaN where the row has no reward or its prompt no baseline (such rows must
+    leave the loss), and metrics ``value`` (mean baseline of the prompts), ``flat`` (share of the prompts that have a
+    baseline and whose rows all have A = 0), ``no_baseline`` (share of rows that leave the loss).
+    """
+    require(baseline in ("mean", "loo", "soft"), "baseline", baseline, "mean, loo or soft")
+    r, control = _to_tensor(rewards), torch.as_tensor(is_control, dtype=torch.bool)
+    _, ids = torch.as_tensor(group_ids, dtype=torch.int64).unique(return_inverse=True)
+    lengths = (len(r), len(ids), len(control))
+    require(len(set(lengths)) == 1, "rewards, group_ids, is_control", lengths, "one length")
+    advantage, values, flat = torch.full_like(r, torch.nan), [], []
+    for g in range(int(ids.max()) + 1):
+        own = (ids == g) & ~r.isnan()
+        voters = own & control
+        value = (
+            value_estimate(r[voters], beta if baseline == "soft" else 0.0) if voters.any() else r.new_tensor(torch.nan)
+        )
+        advantage[own] = r[own] - value
+        if baseline == "loo":
+            n = int(voters.sum())
+            others = (r[voters].sum() - r[voters]) / (n - 1) if n > 1 else r.new_full((n,), torch.nan)
+            advantage[voters] = r[voters] - others
+        if voters.any():
+            values.append(float(value))
+            flat.append(bool((advantage[own].nan_to_num() == 0).all()))
+    metrics = {"no_baseline": float(advantage.isnan().double().mean())}
+    if values:
+        metrics |= {"value": sum(values) / len(values), "flat": sum(flat) / len(flat)}
     return advantage.float(), metrics
 
 

@@ -66,6 +66,7 @@ class TrainConfig:
     """Settings that every method shares."""
 
     loss_types: ClassVar[tuple[str, ...]] = ("dapo", "grpo", "dr_grpo", "cispo")
+    trainer_logprobs: ClassVar[bool] = False  # old log-probs always from the trainer's forward, never the engine's
 
     output_dir: str = "out"  # metrics.jsonl, checkpoints and the final models
     prompts_per_step: int = 16  # prompts per optimiser step (not rows: no divisibility rule)
@@ -173,9 +174,18 @@ class TrainConfig:
         return self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
+    def kl_weight(self) -> float:
+        """Weight of the KL to the starting weights; above 0 a copy of them is kept."""
+        return self.beta
+
+    @property
     def on_policy(self) -> bool:
         """True if each rollout is used for one optimiser step, the one right after it was sampled."""
         return self.num_iterations == 1 and self.steps_per_generation == 1
+
+    def has_gradient(self, advantage: float) -> bool:
+        """Whether a rollout of this advantage can have a gradient; those without are not read at all."""
+        return advantage != 0 or self.kl_weight > 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -290,3 +300,88 @@ class CoRLConfig(TrainConfig):
         """The options of ``ballots.tally``."""
         names = {"threshold": self.vote_threshold, "denominator": self.vote_denominator}
         return {"tie": self.tie, "min_votes": self.min_votes, **names}
+
+
+@dataclass(frozen=True)
+class MInTRLConfig(TrainConfig):
+    """A verifier cuts some rollouts at their first wrong step and inserts a short correction; the policy's log-ratio is
+    regressed on the advantage (arXiv 2609.12419). With ``num_controls == num_generations`` it is PMD-mean.
+
+    What the paper leaves open was chosen in the mintrl spec, 2.9. ``kappa`` None is the median log-prob of the policy's
+    own tokens in the first batch. The bounds of the interventions are those of :class:`fastcollab.schedules.Intervene`.
+    """
+
+    loss_types: ClassVar[tuple[str, ...]] = ("regression",)
+    trainer_logprobs: ClassVar[bool] = True
+
+    num_generations: int = 16  # rollouts per prompt, controls and reviewed ones
+    num_controls: int = 8  # of these, never reviewed: they alone make the baseline
+    loss_type: str = "regression"
+    scale_rewards: str | bool = "none"
+    beta: float = 1e-3  # the regression's: nats of log-ratio per reward are 1 / beta
+    anchor: str = "const"  # of the verifier's tokens: const (kappa) | proxy (the policy's own log-prob)
+    kappa: float | None = None  # <= 0
+    anchor_guard: bool = False  # const: no anchor below the policy's own log-prob
+    logprob_floor: float = -50.0  # proxy: log-probs below it count as it, without a gradient
+    length_norm: str | None = None  # divides the squared residual: None | seq (by the rollout's tokens) | max
+    baseline: str = "mean"  # mean | loo | soft
+    intervention_updates: int = 200  # optimiser steps with reviewed rollouts; then all rollouts are controls
+    skip_flat: bool = False  # leave out rollouts whose advantage is 0, which are mere regularisation
+
+    chunk: int = 64
+    longest_chunk: int = 256
+    max_reviews: int = 8
+    max_interventions: int = 4
+    max_correction_tokens: int = 32
+    reserve: int = 16
+    correction_cap: float = 1.0  # largest part of max_completion_length that corrections may fill
+    rollback: str = "chunk"
+    steps: Any = "text"  # text | code | a compiled pattern | a function | a Steps object
+    leaks: Any = (
+        None  # whether a correction gives the answer away: function of text and row; None: corrections.gives_answer
+    )
+    template: Any = None  # of a local model as the verifier: verifiers.Template, e.g. Template(privileged="solution")
+    external_share: tuple[float, float] | None = (0.02, 0.04)  # band that max_reviews and max_correction_tokens are
+    # steered into, from their settings downwards; None: they stay
+    sign_flip_limit: float = (
+        0.05  # a warning above this share of corrected rollouts whose constant anchors turn A's sign
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        G, K = self.num_generations, self.num_controls
+        require(1 <= K <= G, "num_controls", K, f"in 1..{G}, num_generations")
+        require(self.beta > 0, "beta", self.beta, "> 0 for method 'mintrl'")
+        require(self.anchor in ("const", "proxy"), "anchor", self.anchor, "const or proxy")
+        constant = self.anchor == "const"
+        require(self.kappa is None or constant, "kappa", self.kappa, "None with anchor 'proxy'")
+        require(self.kappa is None or self.kappa <= 0, "kappa", self.kappa, "None or <= 0, a log-prob")
+        require(constant or not self.anchor_guard, "anchor_guard", self.anchor_guard, "False with anchor 'proxy'")
+        require(self.length_norm in (None, "seq", "max"), "length_norm", self.length_norm, "None, seq or max")
+        require(self.baseline in ("mean", "loo", "soft"), "baseline", self.baseline, "mean, loo or soft")
+        alone = self.baseline == "loo" and K < 2
+        require(not alone, "num_controls", K, ">= 2 with baseline 'loo'")
+        require(self.scale_rewards == "none", "scale_rewards", self.scale_rewards, "none for method 'mintrl'")
+        unclipped = (self.epsilon_high, self.delta, self.importance_sampling_level) == (None, None, "token")
+        need = "none of them for method 'mintrl': no ratio is clipped"
+        require(unclipped, "epsilon_high, delta, importance_sampling_level", "other settings", need)
+        require(self.intervention_updates >= 0, "intervention_updates", self.intervention_updates, ">= 0")
+        per_batch = self.num_iterations * self.steps_per_generation
+        whole = self.intervention_updates % per_batch == 0
+        need = f"a multiple of {per_batch}, the optimiser steps of one rollout batch"
+        require(whole, "intervention_updates", self.intervention_updates, need)
+        band = self.external_share
+        ok = band is None or len(band) == 2 and 0 <= band[0] < band[1] <= 1
+        require(ok, "external_share", band, "None or two shares, the lower first")
+        require(0 <= self.sign_flip_limit <= 1, "sign_flip_limit", self.sign_flip_limit, "in [0, 1]")
+
+    @property
+    def kl_weight(self) -> float:
+        return 0.0
+
+    def has_gradient(self, advantage: float) -> bool:
+        return advantage != 0 or not self.skip_flat
+
+    @property
+    def intervenes(self) -> bool:
+        return self.num_controls < self.num_generations and self.intervention_updates > 0

@@ -39,6 +39,14 @@ def trainable(name: str, source: Any, peft_config: Any, args: TrainConfig) -> An
     return source
 
 
+def starting_weights(model: Model, name: str, device: Any = None) -> Model:
+    """The model as it is now, for good: the adapter off where there is one, else a frozen copy."""
+    if model.peft is not None:
+        return Model(name, model.peft, tokenizer=model.tokenizer, device=device, adapter="off")
+    module = copy.deepcopy(model.module).requires_grad_(False).eval()
+    return Model(name, module, tokenizer=model.tokenizer, device=device)
+
+
 class Learner:
     """``update`` is one optimiser step; ``total_steps`` is what the learning-rate schedule spans."""
 
@@ -52,7 +60,7 @@ class Learner:
             module = model.module
             enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
             enable()
-        self.reference = self._starting_weights() if args.beta else None
+        self.reference = starting_weights(model, "reference", args.device) if args.kl_weight else None
         self.optimizer = make_optimizer(self.parameters, args)
         self.lr_schedule = make_schedule(self.optimizer, args, total_steps)
 
@@ -60,7 +68,7 @@ class Learner:
     def own_logprobs(self) -> bool:
         """Whether the rollouts' log-probs serve as the old ones."""
         # the engine rounds a 16-bit head's logits, the trainer's head does not
-        return self.args.on_policy and self.model.dtype == torch.float32
+        return self.args.on_policy and self.model.dtype == torch.float32 and not self.args.trainer_logprobs
 
     def logprobs(self, model: Model, rollouts: Sequence[Rollout], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Log-probs under this learner's settings; ``model`` is its own or its reference."""
@@ -80,7 +88,7 @@ class Learner:
     def update(self, items: Sequence[Item], denominator: float, step: int) -> dict[str, float]:
         """One optimiser step on the whole list; micro-batches only bound memory. ``step`` names it in errors."""
         args, version = self.args, self.model.version
-        live = [i for i in items if i.advantage != 0 or args.beta]
+        live = [i for i in items if args.has_gradient(i.advantage)]
         for p in self.parameters:  # zeros, not None: a batch without signal still steps, like any other
             p.grad = torch.zeros_like(p)
         total, parts = 0.0, []
@@ -97,11 +105,3 @@ class Learner:
         row = {"loss": total, "grad_norm": float(norm), "learning_rate": rate, "trained_tokens": denominator}
         row |= {"policy_version_rollout": items[0].rollout.policy_version, "policy_version_train": version}
         return row | merge_metrics(parts)
-
-    def _starting_weights(self) -> Model:
-        """The adapter off where there is one, else a frozen copy."""
-        model = self.model
-        if model.peft is not None:
-            return Model("reference", model.peft, device=self.args.device, adapter="off")
-        module = copy.deepcopy(model.module).requires_grad_(False).eval()
-        return Model("reference", module, device=self.args.device)

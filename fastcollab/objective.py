@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastcollab.config import TrainConfig
-from fastcollab.losses import linear_policy_loss, policy_loss
+from fastcollab.losses import advantage_regression, linear_policy_loss, policy_loss
 from fastcollab.model import Model
 from fastcollab.packing import MicroBatch
 from fastcollab.scoring import batch_logprob, head_inputs
@@ -40,6 +40,14 @@ def batch_loss(
     logits are computed once. A sequence's ratio is known after its last token: then the backward pass recomputes them.
     """
     mask = torch.ones_like(batch.target, dtype=torch.bool)
+    if args.loss_type == "regression":
+        logprob, entropy = batch_logprob(model, batch, vocab_size, args.temperature, entropy=True)
+        loss, metrics = advantage_regression(
+            logprob, batch.old_logprob, batch.advantage, mask, batch.segment_ids, args.beta,
+            length_norm=args.length_norm or False, max_length=args.max_completion_length,
+            floor=args.logprob_floor if args.anchor == "proxy" else None, denominator=denominator,
+        )  # fmt: skip
+        return loss, metrics | {"token_sum/entropy": entropy.detach().sum()}
     rest = (batch.old_logprob, batch.advantage, mask, batch.segment_ids)
     options = settings(args) | {"denominator": denominator, "ref_logprob": batch.ref_logprob}
     if args.importance_sampling_level == "sequence":

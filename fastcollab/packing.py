@@ -19,7 +19,7 @@ class Item:
     rollout: Rollout
     mask: np.ndarray  # bool [len(ids)], the trained tokens
     advantage: float
-    old_logprob: np.ndarray  # fp32 [len(ids)]
+    old_logprob: np.ndarray  # fp32 [len(ids)], or MInTRL's anchor: what the log-ratio is taken against
     ref_logprob: np.ndarray | None = None  # fp32 [len(ids)]
     kept: bool = True  # False: no reward, or truncated and masked by option; it counts in no denominator
 

@@ -14,10 +14,9 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from fastcollab.config import CoRLConfig, TrainConfig, require
-from fastcollab.methods import METHODS
+from fastcollab.config import CoRLConfig, GRPOConfig, MInTRLConfig, TandemConfig, TrainConfig, require
 
-CONFIGS = {name: method.config for name, method in METHODS.items()} | {"corl": CoRLConfig}
+CONFIGS = {"grpo": GRPOConfig, "tandem": TandemConfig, "mintrl": MInTRLConfig, "corl": CoRLConfig}
 ROLES = (  # arguments of train, but for method, args and callbacks
     "models",
     "train_dataset",

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastcollab.advantages import group_advantages
 from fastcollab.callbacks import Callbacks
 from fastcollab.checkpoint import load_checkpoint, prune, save_checkpoint, save_model
 from fastcollab.cohort import Cohort
-from fastcollab.config import TrainConfig, require
+from fastcollab.config import TrainConfig, parse_memory, require
 from fastcollab.data import Cursor, load_dataset
 from fastcollab.engine import Engine, load_models
 from fastcollab.evaluation import evaluate, legibility
@@ -41,10 +40,13 @@ def train(
     callbacks: Sequence[Any] = (),
     resume_from_checkpoint: bool | str | Path = False,
 ) -> TrainResult:
-    """Train by ``method``, the models by role: "grpo" {"policy"}, "tandem" {"senior", "junior"}, "corl" any names.
+    """Train by ``method``, the models by role: "grpo" {"policy"}, "tandem" {"senior", "junior"}, "mintrl" {"policy",
+    "verifier"}, "corl" any names.
 
     A model is a path or a ``PreTrainedModel``; with ``peft_config`` the trained one becomes a LoRA model and the junior
-    may be ``"base"``, the same weights with the adapter off. Datasets: list of dicts, JSONL path or
+    may be ``"base"``, the same weights with the adapter off. A verifier is a model too, ``"base"`` (the policy's
+    starting weights), ``"policy"`` (its current ones) or an object with ``review`` and ``correct``, such as
+    :class:`fastcollab.verifiers.FunctionVerifier`. Datasets: list of dicts, JSONL path or
     ``datasets.Dataset`` with column ``prompt``. Writes ``metrics.jsonl`` (a row per optimiser step) and the trained
     model as a Hugging Face folder to ``args.output_dir``; with ``args.save_steps`` checkpoints too, and
     ``resume_from_checkpoint`` (True: the newest) continues one, on CPU bit for bit. "corl" takes no ``reward_funcs``:
@@ -75,13 +77,14 @@ class Trainer:
         self.score_funcs = RewardFunctions(reward_funcs, args.reward_weights)
         self.score_funcs.check(self.rows[0])
         name = self.method.policy
-        prepared = dict(models) | {name: trainable(name, models[name], peft_config, args)}
+        prepared = {role: models[role] for role in self.method.roles}
+        prepared[name] = trainable(name, models[name], peft_config, args)
         self.models = load_models(prepared, args.device, args.model_init_kwargs)
         self.policy: Model = self.models[name]
-        self.engine = Engine(
-            self.models, processing_class, args.device, args.kv_memory, args.block_size, args.token_budget
-        )
+        memory = parse_memory(args.kv_memory) // self.method.engines(models)
+        self.engine = Engine(self.models, processing_class, args.device, memory, args.block_size, args.token_budget)
         self._freeze()
+        self.method.begin(models, self.policy, self.engine)
         self.cursor = Cursor(len(self.rows), args.prompts_per_step * args.steps_per_generation, args.seed, args.shuffle)
         self.total_steps = self._total_steps()
         self.learner = Learner(self.policy, self.engine.vocab_size, args, self.total_steps)
@@ -102,10 +105,10 @@ class Trainer:
                 started, first = perf_counter(), self.step
                 rollouts = self.rollouts()
                 rewards, row = self.rewards(rollouts)
-                groups = [r.group for r in rollouts]
-                advantage, more = group_advantages(torch.from_numpy(rewards), groups, scale=args.scale_rewards)
-                items = self.items(rollouts, rewards, advantage)
-                row |= {"reward": None} | more | self.describe(rollouts)
+                advantage, more = self.method.advantages(rewards, rollouts)
+                row |= {"reward": None} | more | self.describe(rollouts) | self.method.metrics(rollouts, rewards)
+                items, more = self.method.anchored(self.items(rollouts, rewards, advantage))
+                row |= more
                 row["completions/masked_ratio"] = sum(not i.kept for i in items) / len(items)
                 for part in (parts := self.parts(items)):
                     before = perf_counter()
@@ -135,13 +138,14 @@ class Trainer:
         return self.engine.generate(
             [row["prompt"] for row in self.batch_rows],
             n=self.args.num_generations,
-            schedule=self.method.schedule,
+            schedule=self.method.schedule_at(self.step),
             sampling=self.args.sampling,
             seed=self.args.seed,
             step=self.step,
             uids=[row["uid"] for row in self.batch_rows] if "uid" in self.batch_rows[0] else None,
             chat_template_kwargs=self.args.chat_template_kwargs,
             skip_special_tokens=self.args.skip_special_tokens,
+            rows=self.batch_rows,
         )
 
     def rewards(self, rollouts: Sequence[Rollout], rows: Sequence[dict] | None = None) -> tuple[np.ndarray, dict]:
@@ -162,11 +166,11 @@ class Trainer:
 
     def items(self, rollouts: Sequence[Rollout], rewards: np.ndarray, advantage: torch.Tensor) -> list[Item]:
         """Each rollout with its loss mask, advantage, old (and reference) log-probs."""
-        kept = ~np.isnan(rewards)
+        kept = ~np.isnan(rewards) & ~advantage.isnan().numpy()
         if self.args.mask_truncated_completions:
             kept &= [r.finish != "length" for r in rollouts]
         masks = [self.method.loss_mask(r) & k for r, k in zip(rollouts, kept, strict=True)]
-        return self.learner.items(rollouts, masks, advantage.tolist(), kept)
+        return self.learner.items(rollouts, masks, advantage.nan_to_num().tolist(), kept)
 
     def parts(self, items: list[Item]) -> Iterator[list[Item]]:
         """The batch's optimiser steps: whole groups, ``num_iterations`` passes in one order."""
@@ -205,7 +209,7 @@ class Trainer:
         return self.cursor.num_steps(args.num_train_epochs) * args.steps_per_generation * args.num_iterations
 
     def describe(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Lengths, hand-offs and the method's own monitors."""
+        """Lengths, speed and hand-offs."""
         lengths = [len(r.ids) for r in rollouts]
         stats = self.engine.stats()
         row = {
@@ -220,7 +224,7 @@ class Trainer:
             "engine/preemptions": stats["preemptions"],
             "engine/cached_tokens": stats["cached"],
         }
-        return row | self.method.metrics(rollouts)
+        return row
 
     @staticmethod
     def rate(rollouts: Sequence[Rollout], since: float) -> float:
@@ -259,7 +263,8 @@ class Trainer:
     def checkpoint(self) -> None:
         """A checkpoint between two rollout batches; the KV cache starts cold here, in this run as in a resumed one."""
         self.engine.forget()
-        state = {"cursor": self.cursor.state_dict()}
+        self.method.forget()
+        state = {"cursor": self.cursor.state_dict(), "method": self.method.state_dict()}
         name = self.method.policy
         args, root = self.args, self.run_log.folder
         save_checkpoint(root, self.step, {name: self.learner}, {name: self.engine.tokenizer}, state, args.to_dict())
@@ -269,6 +274,7 @@ class Trainer:
         """Continue from a checkpoint; rows of metrics.jsonl beyond it are dropped."""
         state = load_checkpoint(folder, {self.method.policy: self.learner})
         self.cursor.load_state_dict(state["cursor"])
+        self.method.load_state_dict(state.get("method", {}))
         self.step = state["step"]
         self.run_log.rewind(self.step)
 

@@ -116,7 +116,7 @@ MISTAKES = {
     "--seed true": "seed: got True, need int",
     "--learning_rate fast": "learning_rate: got 'fast', need float",
     "--reward_weights 1": "reward_weights: got 1, need tuple[float, ...] | None",
-    "--method ppo": "method: got 'ppo', need grpo or tandem or corl",
+    "--method ppo": "method: got 'ppo', need grpo or tandem or mintrl or corl",
     "--models null": "models: got None, need a value in the config",
     "--models x": "models: got 'x', need a mapping of role to path",
     "--method.x 1": "--method.x: got 1, need method to be a mapping in the config",

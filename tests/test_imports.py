@@ -39,7 +39,7 @@ code_judge
 sandbox
 code_rewards
 rewards
-advantages losses optim
+advantages losses optim intervention_metrics steering
 objective
 learner
 checkpoint

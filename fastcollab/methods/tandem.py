@@ -7,30 +7,26 @@ from collections.abc import Sequence
 import numpy as np
 
 from fastcollab.config import TandemConfig, require
+from fastcollab.methods.method import Method
 from fastcollab.schedules import Call, Schedule, Solo, Word
 from fastcollab.types import Rollout
 
 
-class Tandem:
+class Tandem(Method):
     """The clipped surrogate with the response mask narrowed to the senior's tokens (eq. 1 of the paper)."""
 
     config = TandemConfig
 
     def __init__(self, names: Sequence[str], args: TandemConfig) -> None:
         require(set(names) == {"senior", "junior"}, "models", list(names), "'senior' and 'junior' for method 'tandem'")
-        self.args = args
+        super().__init__(names, args)
         self.policy = "senior"
         chosen = args.schedule or Word(("senior", "junior"), args.p, args.max_gap)
         self.schedule: Schedule = chosen if isinstance(chosen, Schedule) else Call(chosen, ("senior", "junior"))
         require("senior" in self.schedule.writers, "schedule", self.schedule.writers, "'senior' among its writers")
 
     def schedules(self) -> dict[str, Schedule]:
-        """Schedules to evaluate, by name."""
         return {"solo": Solo("senior"), "team": self.schedule}
-
-    def loss_mask(self, rollout: Rollout) -> np.ndarray:
-        """bool [len(ids)]: the senior's tokens. A rollout without authors can't be made, so this can't fail open."""
-        return rollout.mask("senior")
 
     def denominator_mask(self, rollout: Rollout) -> np.ndarray:
         """bool [len(ids)]: the tokens that a token-mean divides by (spec row 13)."""
@@ -38,7 +34,7 @@ class Tandem:
             return np.ones(len(rollout.ids), bool)
         return self.loss_mask(rollout)
 
-    def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    def metrics(self, rollouts: Sequence[Rollout], rewards: np.ndarray) -> dict[str, float]:
         """The monitors of spec 3.6. ``senior_token_frac`` must lie near p; its absence would mean plain GRPO."""
         senior = [r.mask("senior") for r in rollouts]
         tokens = sum(len(r.ids) for r in rollouts)
