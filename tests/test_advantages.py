@@ -1,13 +1,14 @@
 """Group-relative advantages: hand-checked values, degenerate groups, abstentions."""
 
 import json
+import math
 import random
 from pathlib import Path
 
 import pytest
 import torch
 
-from fastcollab.advantages import group_advantages, has_reward
+from fastcollab.advantages import control_advantages, group_advantages, has_reward
 from fastcollab.losses import policy_loss
 from fastcollab.rewards import RewardFunctions
 
@@ -127,3 +128,24 @@ def test_c03_none_nan_and_wrong_lengths():
         RewardFunctions([lambda completions: bad_value])(["p"] * n, ["c"] * n)
     lenient = RewardFunctions([lambda completions: bad_value], nonfinite="abstain")(["p"] * n, ["c"] * n)
     assert lenient.rewards[0].isnan() and lenient.metrics["rewards/<lambda>/mean"] == 0.0
+
+
+def test_control_advantages():
+    """Mean, leave-one-out and soft baselines of the controls, any order of the groups; what has no baseline is NaN."""
+    rewards, groups = [1, 0, 0, 0, 1, 1, 0.5, None, 1], [7, 7, 7, 7, 7, 3, 3, 5, 5]
+    control = [True, True, True, True, False, True, False, True, False]
+    nan = float("nan")
+    mean, row = control_advantages(rewards, groups, control)
+    assert mean.tolist() == pytest.approx([0.75, -0.25, -0.25, -0.25, 0.75, 0, -0.5, nan, nan], nan_ok=True)
+    assert row == {"no_baseline": 2 / 9, "value": (0.25 + 1) / 2, "flat": 0.0}
+    loo, _ = control_advantages(rewards, groups, control, "loo")
+    expected = [1, -1 / 3, -1 / 3, -1 / 3, 0.75, nan, -0.5, nan, nan]  # a single control has no others
+    assert loo.tolist() == pytest.approx(expected, nan_ok=True)
+    soft, _ = control_advantages(rewards, groups, control, "soft", beta=0.5)
+    value = 0.5 * math.log((math.exp(2) + 3) / 4)
+    assert soft[:5].tolist() == pytest.approx([1 - value, -value, -value, -value, 1 - value])
+    assert control_advantages([1, 1], [0, 0], [True, False])[1]["flat"] == 1.0
+    with pytest.raises(ValueError, match="baseline: got 'median', need mean, loo or soft"):
+        control_advantages([1], [0], [True], "median")
+    with pytest.raises(ValueError, match="rewards, group_ids, is_control: got \\(2, 1, 1\\), need one length"):
+        control_advantages([1, 0], [0], [True])

@@ -280,3 +280,27 @@ def test_a_cohort_from_a_file_with_a_tokenizer_for_each(tmp_path, capsys):
     (tmp_path / "run.json").write_text(json.dumps(given | {"output_dir": str(tmp_path / "lora")}))
     assert cli.main(["train", str(tmp_path / "run.json")]) == 0
     assert (tmp_path / "lora" / "a" / "adapter_config.json").exists() and (tmp_path / "lora/b/config.json").exists()
+
+
+def test_a_verifier_and_its_steps_from_a_file(tmp_path, capsys):
+    (tmp_path / "judge.py").write_text(
+        "import fastcollab as fc\n"
+        "def make(line):\n"
+        "    first = lambda prompt, accepted, new: None if accepted else fc.Revise(0)\n"
+        "    return fc.FunctionVerifier(first, lambda prompt, accepted, dropped: line)\n"
+    )
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.problems(2, seed=1)))
+    verifier = {"call": "judge:make", "line": " 2 + 2 = 4\n"}
+    given = {"method": "mintrl", "models": {"policy": str(tiny.senior()), "verifier": verifier}}
+    given |= {"train_dataset": str(tmp_path / "rows.jsonl"), "output_dir": str(tmp_path / "out"), "max_steps": 1}
+    given |= {"reward_funcs": "fastcollab.tiny:correct", "prompts_per_step": 2, "num_generations": 4, "num_controls": 2}
+    given |= {
+        "max_completion_length": 40,
+        "chunk": 8,
+        "kv_memory": "8MiB",
+        "steps": {"call": "re:compile", "pattern": "\n"},
+    }
+    (tmp_path / "run.json").write_text(json.dumps(given | {"disable_tqdm": True}))
+    assert cli.main(["train", str(tmp_path / "run.json")]) == 0
+    (row,) = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert row["mintrl/interventions"] == 1.0 and 0 < row["mintrl/external_share_micro"] < 1

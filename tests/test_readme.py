@@ -20,20 +20,30 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("index", "said"), [(0, r"^(0|1)\.\d+ \d{6}\n$"), (1, r"^\S+ \S+\n$"), (2, r"answer.*\d+ hand-offs\n$")]
+    ("index", "said"),
+    [
+        (0, r"^(0|1)\.\d+ \d{6}\n$"),
+        (1, r"^\S+ \S+\n$"),
+        (2, r"^0\.\d+ \S+ (0|1)\.\d+\n$"),
+        (3, r"answer.*\d+ hand-offs\n$"),
+    ],
 )
 def test_example_runs(index, said, tmp_path, monkeypatch, capsys):
     code = blocks("python")[index]
-    if index < 2:
+    if index < 3:
         for full, small in SMALLER.items():
             assert code.count(full) == 1, full
             code = code.replace(full, small)
     monkeypatch.chdir(tmp_path)
     exec(compile(code, f"README.md example {index}", "exec"), {"__name__": "example"})
     printed = capsys.readouterr().out
-    assert re.search(said, printed.splitlines(True)[-1] if index < 2 else printed, re.S)
-    written = {0: {"metrics.jsonl", "senior"}, 1: {"metrics.jsonl", "labels.jsonl", "a", "b"}}
-    assert index == 2 or {p.name for p in (tmp_path / "out").iterdir()} == written[index]
+    assert re.search(said, printed.splitlines(True)[-1] if index < 3 else printed, re.S)
+    written = {
+        0: {"metrics.jsonl", "senior"},
+        1: {"metrics.jsonl", "labels.jsonl", "a", "b"},
+        2: {"metrics.jsonl", "policy"},
+    }
+    assert index == 3 or {p.name for p in (tmp_path / "out").iterdir()} == written[index]
 
 
 def test_config_example_is_valid(tmp_path, monkeypatch):
