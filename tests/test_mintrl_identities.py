@@ -145,7 +145,7 @@ def test_t2_on_policy_the_first_step_is_the_policy_gradient():
     pi, J = joint(z), grad(lambda z: (joint(z) * r).sum(), z)
     assert J.abs().max() > 0.01
     for baseline in (0.0, float((pi * r).sum()), -3.0):
-        g = grad(lambda z: regression(logprobs(z), anchors(logprobs(z), foreign()), r - baseline, pi), z)
+        g = grad(lambda z, b=baseline: regression(logprobs(z), anchors(logprobs(z), foreign()), r - b, pi), z)
         close(g, -J, 1e-14)
 
 
@@ -362,7 +362,7 @@ def test_t12_without_foreign_tokens_const_is_proxy_bit_for_bit(impl, dtype, tole
 @pytest.mark.parametrize("kappa", [None, KAPPA], ids=["proxy", "const"])
 @IMPLS
 def test_t13_only_what_stands_in_the_response_counts(impl, dtype, tolerance, kappa):
-    """A stream with prompt, discarded suffix and verdict in it: they may hold anything; a kept foreign token may not."""
+    """A stream with prompt, discarded suffix and verdict in it: they may hold anything, what stands may not."""
     kinds = "PPSSSDDDJJIISSPPPSSDJISS"  # prompt, student, discarded, judge, intervention: two rollouts
     ids = torch.tensor([0] * 14 + [1] * 10)
     lp, old = (-normal(len(kinds), seed=s).abs().to(dtype) for s in (0, 1))
