@@ -200,6 +200,8 @@ class Intervene(Schedule):
         require(0 <= self.cap <= 1, "cap", self.cap, "in [0, 1]")
         require(self.rollback in ("chunk", "deep"), "rollback", self.rollback, "chunk or deep")
 
+    __eq__, __hash__ = object.__eq__, object.__hash__  # not the base's, which would compare the writers alone
+
     @property
     def speakers(self):
         return (self.writers[0], self.writers[0])

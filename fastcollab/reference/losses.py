@@ -216,7 +216,7 @@ def value_estimate(rewards: Tensor, beta: float, mask: Tensor | None = None) -> 
     if beta == 0:
         return (torch.where(mask, r, 0).sum(-1) / n).to(rewards.dtype)
     soft = torch.where(mask, r / beta, float("-inf")).logsumexp(-1)
-    return torch.where(n > 0, beta * (soft - n.log()), float("nan")).to(rewards.dtype)
+    return torch.where(n > 0, beta * (soft - n.double().log()), float("nan")).to(rewards.dtype)
 
 
 def check_policy(
