@@ -20,6 +20,7 @@ Rows = Sequence[Mapping[str, Any]]
 Sample = tuple[str, Sequence[Sequence[Any]], float | None]  # prompt, (text, writer[, kind[, tokens]]), reward
 
 WRITERS = 5  # styles of authors; further ones repeat them
+LONG = 2000  # characters of a rollout from which it scrolls in its card
 SHOWN = 6  # rollouts of a run that are shown where none were chosen
 ROLES = ("policy", "senior", "junior", "verifier")  # authors take their styles in this order; others follow by name
 
@@ -396,9 +397,11 @@ def _sample(prompt: str, text: Sequence[Piece], reward: float | None, style: Map
     dropped = sum(p.tokens for p in text if p.kind == "dropped")
     also = f" <span>{dropped} dropped</span>" if dropped else ""
     scored = "no reward" if reward is None else f"reward {number(reward)}"
+    is_long = sum(len(p.text) for p in text) > LONG
+    box = ' class="scroll" tabindex="0" role="region" aria-label="rollout"' if is_long else ""
     return (
         f'<article><p class="facts"><b>{scored}</b> <span>{sum(counts.values())} tokens: {shares}</span>{also}</p>'
-        f'<pre><span class="prompt">{escape(prompt)}</span>{"".join(spans)}</pre></article>'
+        f'<pre{box}><span class="prompt">{escape(prompt)}</span>{"".join(spans)}</pre></article>'
     )
 
 

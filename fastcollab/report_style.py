@@ -87,6 +87,7 @@ article { background: var(--card); border: 1px solid var(--line); border-radius:
 .facts b { color: var(--text); }
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere;
   font: 14px/1.75 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
+pre.scroll { position: relative; max-height: 640px; overflow-y: auto; margin: 0; max-width: none; }
 .prompt { color: var(--soft); }
 .w0, .w1, .w2, .w3, .w4 { text-decoration-line: underline; text-decoration-thickness: 2px; text-underline-offset: 3px;
   text-decoration-skip-ink: none; }
