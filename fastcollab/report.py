@@ -50,7 +50,7 @@ PANELS = (
     Panel("mintrl/interventions", "Interventions per reviewed rollout"),
     Panel("mintrl/resume_success", "Corrected rollouts that succeed", "", (0.0, 1.0)),
     Panel("mintrl/rescue_hard", "Prompts that only reviewed rollouts solve", "", (0.0, 1.0)),
-    Panel("mintrl/sign_flip_rate", "Rollouts whose advantage the anchor flips"),
+    Panel("mintrl/sign_flip_rate", "Corrected rollouts whose advantage turns"),
     Panel("grad_norm", "Gradient norm, before clipping", middle=median),
     Panel("reward_std", "Reward's deviation within a group"),
     LATENCY,
