@@ -44,8 +44,11 @@ ACCURACY = Panel("accuracy", "Accuracy on held-out questions", "", (0.0, 1.0))
 LATENCY = Panel("handoff/latency_ms", "Hand-off latency, median per step", " ms", middle=median)
 PANELS = (
     Panel("tandem/senior_token_frac", "Senior's share of the tokens", "", (0.0, 1.0)),
-    Panel("mintrl/reward", "Reward by kind of rollout", lines=(
-        ("reviewed", "mintrl/reviewed/reward"), ("controls", "mintrl/control/reward"))),
+    Panel(
+        "mintrl/reward",
+        "Reward by kind of rollout",
+        lines=(("reviewed", "mintrl/reviewed/reward"), ("controls", "mintrl/control/reward")),
+    ),
     Panel("mintrl/external_share_micro", "External tokens, share in reviewed rollouts"),
     Panel("mintrl/interventions", "Interventions per reviewed rollout"),
     Panel("mintrl/resume_success", "Corrected rollouts that succeed", "", (0.0, 1.0)),
@@ -76,7 +79,8 @@ def write_report(
 
     ``runs``: name -> rows of metrics.jsonl. ``table``: {"header": [...], "rows": [[...], ...]}, optionally "title";
     cells are shown as they are. ``samples``: name -> (prompt, text, reward or None), the text as (text, writer) pairs
-    or longer ones (``fastcollab.transcript.Piece``), which ``sample_of`` makes. ``settings``: name -> value. Raises ValueError for no run, or a table whose rows are not as wide as its header.
+    or longer ones (``fastcollab.transcript.Piece``); ``sample_of`` makes one. ``settings``: name -> value. Raises
+    ValueError for no run, a table whose rows are not as wide as its header, or a piece of no known form.
     """
     require(len(runs) > 0, "runs", dict(runs), "at least one")
     evaluations, runs, samples = _evaluations(runs), _by_model(runs), samples or {}

@@ -66,8 +66,9 @@ class RunLog:
         return clean
 
     def completions(self, rollouts: Sequence[Rollout], tokenizer: Any, shown: int, facts: Sequence[dict]) -> None:
-        """Append each rollout with its transcript and ``facts`` to completions.jsonl, and print the first ones."""
-        self.progress.completions(rollouts[:shown], tokenizer)
+        """Append each rollout with its transcript and ``facts`` to completions.jsonl, and print ``shown`` of them,
+        those with interventions first."""
+        self.progress.completions(sorted(rollouts, key=lambda r: not r.interventions)[:shown], tokenizer)
         with open(self.folder / "completions.jsonl", "a") as sink:
             for r, fact in zip(rollouts, facts, strict=True):
                 row = {"completion": r.text or r.ids} | entry(r, tokenizer) | fact

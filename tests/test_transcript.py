@@ -128,6 +128,15 @@ def test_a_terminal_shows_dropped_text_struck_through():
     assert "\x1b[9;90m 9<eos>\x1b[0m" in printed(terminal=True)
 
 
+def test_rollouts_with_interventions_are_printed_first(tmp_path, capsys):
+    plain = Rollout([1], ids(" 3"), np.zeros(1, np.uint8), ("policy",), np.zeros(1, np.float32), "eos", text="3")
+    args = fc.GRPOConfig(output_dir=str(tmp_path))
+    log = RunLog(args, Callbacks([], args, None, None, None, None), 3, resume=False)
+    log.completions([plain, corrected()], TOKENIZER, 1, [{"step": 1}, {"step": 1}])
+    assert capsys.readouterr().out.startswith(" answer[- 9")
+    assert "3" == json.loads((tmp_path / "completions.jsonl").read_text().splitlines()[0])["completion"]
+
+
 def test_where_there_are_no_styles_marks_say_it():
     assert printed(terminal=False) == " answer[- 9<eos>-]{+ 3 ++}[- + +-]{+ 4+} 5<eos>\n"
 
