@@ -17,7 +17,7 @@ from fastcollab import tiny
 from fastcollab.config import GRPOConfig, SamplingParams, TandemConfig
 from fastcollab.engine import Engine
 from fastcollab.evaluation import evaluate, legibility
-from fastcollab.report import save_inputs, write_report
+from fastcollab.report import Sample, sample_of, save_inputs, write_report
 from fastcollab.schedules import Solo, Word
 from fastcollab.trainer import TrainResult, train
 from fastcollab.types import Rollout
@@ -79,18 +79,11 @@ FORMAT = {
 }
 
 
-def samples(rollouts: list[Rollout], tokenizer: Any, problems: list[dict], count: int = 3) -> list[tuple]:
-    """(prompt, [(token text, writer)], reward) of the first sample of a few prompts."""
+def samples(rollouts: list[Rollout], tokenizer: Any, problems: list[dict], count: int = 3) -> list[Sample]:
+    """The first sample of a few prompts."""
     chosen = [r for r in rollouts if r.sample == 0][:count]
     rewards = tiny.correct([r.text for r in chosen], [problems[r.group]["answer"] for r in chosen])
-    return [
-        (
-            problems[r.group]["prompt"],
-            [(tokenizer.decode([i]), r.writers[a]) for i, a in zip(r.ids, r.author, strict=True)],
-            w,
-        )
-        for r, w in zip(chosen, rewards, strict=True)
-    ]
+    return [sample_of(r, tokenizer, problems[r.group]["prompt"], w) for r, w in zip(chosen, rewards, strict=True)]
 
 
 def main(argv: list[str] | None = None) -> None:

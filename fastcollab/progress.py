@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from fastcollab.transcript import transcript
 from fastcollab.types import Rollout
 
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue")  # by index of the writer
@@ -18,6 +19,7 @@ SHOWN = (  # column, key, format
     ("std", "reward_std", "{:.3f}"),
     ("grad", "grad_norm", "{:.2f}"),
     ("senior", "tandem/senior_token_frac", "{:.2f}"),
+    ("external", "mintrl/external_share_micro", "{:.3f}"),
     ("tok/s", "tokens_per_s/rollout", "{:,.0f}"),
 )
 
@@ -27,11 +29,15 @@ def summary(row: dict[str, Any]) -> str:
     return "  ".join(f"{name} {form.format(row[key])}" for name, key, form in SHOWN if row.get(key) is not None)
 
 
-def coloured(rollout: Rollout, tokenizer: Any) -> Text:
-    """The response, each token in its author's colour."""
+def coloured(rollout: Rollout, tokenizer: Any, marks: bool = False) -> Text:
+    """The response in its authors' colours, dropped text struck through; ``marks`` say it without styles."""
     text = Text()
-    for i, author in zip(rollout.ids, rollout.author, strict=True):
-        text.append(tokenizer.decode([i]), style=COLOURS[int(author) % len(COLOURS)])
+    for piece in transcript(rollout, tokenizer):
+        if piece.kind == "dropped":
+            text.append(f"[-{piece.text}-]" if marks else piece.text, style="strike bright_black")
+        else:
+            style = COLOURS[rollout.writers.index(piece.writer) % len(COLOURS)]
+            text.append(f"{{+{piece.text}+}}" if marks and piece.kind else piece.text, style=style)
     return text
 
 
@@ -66,4 +72,4 @@ class Progress:
         """Print a few responses, coloured by author."""
         if self.enabled and tokenizer is not None:
             for rollout in rollouts:
-                self.console.print(coloured(rollout, tokenizer))
+                self.console.print(coloured(rollout, tokenizer, marks=self.console.color_system is None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean, median
@@ -13,31 +13,50 @@ from typing import Any, NamedTuple
 from fastcollab.config import require
 from fastcollab.report_style import CSS
 from fastcollab.report_svg import Series, histogram, line_chart, number
+from fastcollab.transcript import Piece, piece, pieces, transcript
+from fastcollab.types import Rollout
 
 Rows = Sequence[Mapping[str, Any]]
-Sample = tuple[str, Sequence[tuple[str, str]], float | None]  # prompt, (token text, writer) pairs, reward
+Sample = tuple[str, Sequence[Sequence[Any]], float | None]  # prompt, (text, writer[, kind[, tokens]]), reward
 
 WRITERS = 5  # styles of authors; further ones repeat them
+LONG = 2000  # characters of a rollout from which it scrolls in its card
+SHOWN = 6  # rollouts of a run that are shown where none were chosen
 ROLES = ("policy", "senior", "junior", "verifier")  # authors take their styles in this order; others follow by name
 
 
 class Panel(NamedTuple):
-    """A chart of one metric: its key, title, unit, the axis' fixed range (or None) and what smooths it."""
+    """A chart of one metric: its key, title, unit, the axis' fixed range (or None) and what smooths it.
+
+    ``lines``: where a run has several, the label and the metric of each.
+    """
 
     key: str
     title: str
     unit: str = ""
     y_range: tuple[float, float] | None = None
     middle: Callable = fmean
+    lines: tuple[tuple[str, str], ...] = ()
 
 
 REWARD = Panel("reward", "Mean reward of each step's rollouts")
 ACCURACY = Panel("accuracy", "Accuracy on held-out questions", "", (0.0, 1.0))
+LATENCY = Panel("handoff/latency_ms", "Hand-off latency, median per step", " ms", middle=median)
 PANELS = (
     Panel("tandem/senior_token_frac", "Senior's share of the tokens", "", (0.0, 1.0)),
+    Panel(
+        "mintrl/reward",
+        "Reward by kind of rollout",
+        lines=(("reviewed", "mintrl/reviewed/reward"), ("controls", "mintrl/control/reward")),
+    ),
+    Panel("mintrl/external_share_micro", "External tokens, share in reviewed rollouts"),
+    Panel("mintrl/interventions", "Interventions per reviewed rollout"),
+    Panel("mintrl/resume_success", "Corrected rollouts that succeed", "", (0.0, 1.0)),
+    Panel("mintrl/rescue_hard", "Prompts that only reviewed rollouts solve", "", (0.0, 1.0)),
+    Panel("mintrl/sign_flip_rate", "Corrected rollouts whose advantage turns"),
     Panel("grad_norm", "Gradient norm, before clipping", middle=median),
     Panel("reward_std", "Reward's deviation within a group"),
-    Panel("handoff/latency_ms", "Hand-off latency, median per step", " ms", middle=median),
+    LATENCY,
     Panel("completions/mean_length", "Length of the responses", " tokens"),
     Panel("tokens_per_s/rollout", "Rollout speed", " tokens/s"),
     Panel("majority_ratio", "Votes for the majority's answer", "", (0.0, 1.0)),
@@ -59,8 +78,9 @@ def write_report(
     """Write the report and return its path.
 
     ``runs``: name -> rows of metrics.jsonl. ``table``: {"header": [...], "rows": [[...], ...]}, optionally "title";
-    cells are shown as they are. ``samples``: name -> (prompt, [(token text, writer), ...], reward or None).
-    ``settings``: name -> value. Raises ValueError for no run, or a table whose rows are not as wide as its header.
+    cells are shown as they are. ``samples``: name -> (prompt, text, reward or None), the text as (text, writer) pairs
+    or longer ones (``fastcollab.transcript.Piece``); ``sample_of`` makes one. ``settings``: name -> value. Raises
+    ValueError for no run, a table whose rows are not as wide as its header, or a piece of no known form.
     """
     require(len(runs) > 0, "runs", dict(runs), "at least one")
     evaluations, runs, samples = _evaluations(runs), _by_model(runs), samples or {}
@@ -87,6 +107,19 @@ def write_report(
     return path
 
 
+def sample_of(rollout: Rollout, tokenizer: Any, prompt: Any, reward: float | None) -> Sample:
+    """What ``write_report`` shows of a rollout; ``prompt`` as the dataset has it (text, messages or ids)."""
+    return _said(prompt), transcript(rollout, tokenizer), reward
+
+
+def _said(prompt: Any) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    if prompt and isinstance(prompt[0], Mapping):
+        return "".join(f"{m['role']}: {m['content']}\n\n" for m in prompt)
+    return " ".join(map(str, prompt))
+
+
 # -- folders
 
 
@@ -96,14 +129,18 @@ def summarise(folder: str | Path) -> dict[str, list[dict[str, Any]]]:
     A run is named by ``"name"`` in its settings.json, else by its folder. Raises ValueError for a missing folder, a
     folder without metrics.jsonl, or a line that is not a JSON object.
     """
-    folder = Path(folder)
+    return {name: list(_read_lines(place / "metrics.jsonl")) for name, place in _places(Path(folder)).items()}
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """Run name -> its folder."""
     require(folder.is_dir(), "report", str(folder), "a run folder")
-    runs: dict[str, list[dict[str, Any]]] = {}
+    runs: dict[str, Path] = {}
     for place in (folder, *sorted(p for p in folder.iterdir() if p.is_dir())):
         if (place / "metrics.jsonl").is_file():
             settings = _read_json(place / "settings.json")
             name = str(settings.get("name") or place.resolve().name)
-            runs[name if name not in runs else str(place)] = _read_lines(place / "metrics.jsonl")
+            runs[name if name not in runs else str(place)] = place
     require(len(runs) > 0, "report", str(folder), "a folder with metrics.jsonl, its own or of a direct subfolder")
     return runs
 
@@ -125,13 +162,15 @@ def save_inputs(
         with open(folder / "rollouts.jsonl", "w", encoding="utf-8") as sink:
             for run, shown in samples.items():
                 for prompt, tokens, reward in shown:
-                    pairs = [[text, writer] for text, writer in tokens]
-                    row = {"run": run, "prompt": prompt, "tokens": pairs, "reward": reward}
+                    row = {"run": run, "prompt": prompt, "tokens": [list(t) for t in tokens], "reward": reward}
                     sink.write(json.dumps(row) + "\n")
 
 
 def report_folder(folder: str | Path, out: str | Path | None = None) -> Path:
-    """The report of a run folder (metrics.jsonl, and table.json, rollouts.jsonl, settings.json where present)."""
+    """The report of a run folder (metrics.jsonl, and table.json, rollouts.jsonl, settings.json where present).
+
+    Without rollouts.jsonl a few rollouts of each run's completions.jsonl are shown.
+    """
     folder = Path(folder)
     runs = summarise(folder)
     samples: dict[str, list[Sample]] = {}
@@ -139,14 +178,33 @@ def report_folder(folder: str | Path, out: str | Path | None = None) -> Path:
         for i, row in enumerate(_read_lines(folder / "rollouts.jsonl"), 1):
             missing = {"prompt", "tokens"} - row.keys()
             require(not missing, f"{folder / 'rollouts.jsonl'} line {i}", sorted(row), f"also {sorted(missing)}")
-            tokens = [(text, writer) for text, writer in row["tokens"]]
-            samples.setdefault(row.get("run", ""), []).append((row["prompt"], tokens, row.get("reward")))
+            samples.setdefault(row.get("run", ""), []).append((row["prompt"], row["tokens"], row.get("reward")))
+    else:
+        for name, place in _places(folder).items():
+            samples |= _logged(name, place / "completions.jsonl")
     table = _read_json(folder / "table.json")
     if table and all(isinstance(column, dict) for column in table.values()):  # column -> row -> figure
         keys = dict.fromkeys(key for column in table.values() for key in column)
         cells = [[key, *(_cell(column.get(key)) for column in table.values())] for key in keys]
         table = {"header": ["", *table], "rows": cells}
     return write_report(out or folder / "report.html", runs, table, samples, _read_json(folder / "settings.json"))
+
+
+def _logged(run: str, path: Path) -> dict[str, list[Sample]]:
+    """``SHOWN`` rollouts of the newest step in completions.jsonl, for each model that wrote some, those with
+    interventions first."""
+    newest: list[dict[str, Any]] = []
+    for row in _read_lines(path) if path.is_file() else ():
+        if newest and row.get("step") != newest[0].get("step"):
+            newest = []
+        newest.append(row)
+    found: dict[str, list[Sample]] = {}
+    for row in sorted(newest, key=lambda row: "interventions" not in row):
+        title = ": ".join(filter(None, (run, row.get("model")))) + f", step {row.get('step')}"
+        shown = found.setdefault(title, [])
+        if "authors" in row and len(shown) < SHOWN:
+            shown.append((_said(row.get("prompt", "")), pieces(row), row.get("reward")))
+    return {title: shown for title, shown in found.items() if shown}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -160,8 +218,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    rows = []
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
     with open(path, encoding="utf-8") as source:
         for i, line in enumerate(source, 1):
             try:
@@ -169,8 +226,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path} line {i}: got invalid JSON ({error}), need one object a line") from error
             require(isinstance(row, dict), f"{path} line {i}", type(row).__name__, "a JSON object")
-            rows.append(row)
-    return rows
+            yield row
 
 
 # -- figures
@@ -180,7 +236,8 @@ def _by_model(runs: Mapping[str, Rows]) -> dict[str, Rows]:
     """A run that trains several models (keys ``<model>/reward``) as one run for each of them; others as they are."""
     result: dict[str, Rows] = {}
     for name, rows in runs.items():
-        models = sorted({key.partition("/")[0] for row in rows for key in row if key.endswith("/reward")} - {"eval"})
+        owned = {key.split("/")[0] for row in rows for key in row if key.endswith("/reward") and key.count("/") == 1}
+        models = sorted(owned - {"eval"})
         for model in models:
             shown = f"{name}: {model}" if len(runs) > 1 else model
             result[shown] = [row | {k.removeprefix(f"{model}/"): v for k, v in row.items() if k.startswith(f"{model}/")}
@@ -190,13 +247,16 @@ def _by_model(runs: Mapping[str, Rows]) -> dict[str, Rows]:
     return result
 
 
-def _series(runs: Mapping[str, Rows], key: str) -> list[Series]:
-    """The runs that have ``key``, each in its own style; missing and non-finite values are left out."""
+def _series(runs: Mapping[str, Rows], panel: Panel) -> list[Series]:
+    """The panel's lines of the runs that have them, each run's first in its own style; missing and non-finite values
+    are left out."""
     result = []
-    for style, (name, rows) in enumerate(runs.items()):
-        points = [(row["step"], row[key]) for row in rows if "step" in row and _is_finite(row.get(key))]
-        if points:
-            result.append(Series(name, style, points))
+    for i, (name, rows) in enumerate(runs.items()):
+        for j, (label, key) in enumerate(panel.lines or ((name, panel.key),)):
+            points = [(row["step"], row[key]) for row in rows if "step" in row and _is_finite(row.get(key))]
+            shown = f"{name}: {label}" if panel.lines and len(runs) > 1 else label
+            if points:
+                result.append(Series(shown, i + j * len(runs), points))
     return result
 
 
@@ -205,19 +265,19 @@ def _is_finite(value: Any) -> bool:
 
 
 def _charts(runs: Mapping[str, Rows]) -> str:
-    lead = next((panel for panel in (REWARD, ACCURACY) if _series(runs, panel.key)), REWARD)
-    series = _series(runs, lead.key)
+    lead = next((panel for panel in (REWARD, ACCURACY) if _series(runs, panel)), REWARD)
+    series = _series(runs, lead)
     low, high = _extent(series)
     unit_range = (0.0, 1.0) if 0 <= low and high <= 1 else None
     note = "Thin: each step. Thick: its centred mean over a tenth of the run (200 steps at most)."
     big = line_chart(lead.key, lead.title, series, y_range=unit_range, note=note) if series else ""
     small = []
     for panel in PANELS:
-        series = _series(runs, panel.key)
+        series = _series(runs, panel)
         if series:
             key = "chart-" + panel.key.replace("/", "-")
             small.append(line_chart(key, panel.title, series, panel.unit, panel.y_range, "", panel.middle))
-    latency = [s for s in _series(runs, "handoff/latency_ms") if len(s.points) > 4]
+    latency = [s for s in _series(runs, LATENCY) if len(s.points) > 4]
     if latency:
         small.append(histogram("latency-histogram", "Hand-off latency, steps by their median", latency, " ms"))
     grid = f'<div class="charts">{"".join(small)}</div>' if small else ""
@@ -232,35 +292,31 @@ def _extent(series: Sequence[Series]) -> tuple[float, float]:
 def _overview(runs: Mapping[str, Rows]) -> dict[str, Any]:
     """A table of figures that metrics.jsonl alone gives, a column per run."""
 
-    def column(rows: Rows) -> list[str]:
+    def column(rows: Rows) -> dict[str, str]:
         def values(key: str) -> list[float]:
             return [row[key] for row in rows if _is_finite(row.get(key))]
 
         reward, part = values("reward"), max(1, len(values("reward")) // 10)
         ends = f"{fmean(reward[:part]):.3f} → {fmean(reward[-part:]):.3f}" if reward else "–"
-        latency = values("handoff/latency_ms")
-        share, seconds = values("tandem/senior_token_frac"), values("step_time")
-        return [
-            f"{max((row.get('step', 0) for row in rows), default=0):,}",
-            ends,
-            f"{fmean(share):.3f}" if share else "–",
-            f"{sum(values('num_tokens')):,.0f}",
-            f"{sum(values('handoff/count')):,.0f}",
-            f"{number(median(latency), 3)} ms" if latency else "–",
-            f"{sum(seconds):,.1f} s" if seconds else "–",
-        ]
+        latency, seconds = values("handoff/latency_ms"), values("step_time")
 
-    names = (
-        "steps",
-        "reward, first → last tenth of the steps",
-        "senior's share of the tokens",
-        "tokens sampled",
-        "hand-offs",
-        "hand-off latency, median of the steps",
-        "time in steps",
-    )
+        def mean(key: str) -> str:
+            return f"{fmean(values(key)):.3f}" if values(key) else "–"
+
+        return {
+            "steps": f"{max((row.get('step', 0) for row in rows), default=0):,}",
+            "reward, first → last tenth of the steps": ends,
+            "senior's share of the tokens": mean("tandem/senior_token_frac"),
+            "external tokens, share in reviewed rollouts": mean("mintrl/external_share_micro"),
+            "interventions per reviewed rollout": mean("mintrl/interventions"),
+            "tokens sampled": f"{sum(values('num_tokens')):,.0f}",
+            "hand-offs": f"{sum(values('handoff/count')):,.0f}",
+            "hand-off latency, median of the steps": f"{number(median(latency), 3)} ms" if latency else "–",
+            "time in steps": f"{sum(seconds):,.1f} s" if seconds else "–",
+        }
+
     columns = [column(rows) for rows in runs.values()]
-    rows = [list(cells) for cells in zip(names, *columns, strict=True)]
+    rows = [[name, *(cells[name] for cells in columns)] for name in columns[0]]
     return {"header": ["", *runs], "rows": [row for row in rows if set(row[1:]) - {"–", "0"}]}
 
 
@@ -309,12 +365,16 @@ def _table(table: Mapping[str, Any]) -> str:
 
 
 def _samples(samples: Mapping[str, Sequence[Sample]]) -> str:
-    writers = {writer for shown in samples.values() for _, tokens, _ in shown for _, writer in tokens}
+    samples = {name: [(p, [piece(t) for t in text], r) for p, text, r in shown] for name, shown in samples.items()}
+    said = [p for shown in samples.values() for _, text, _ in shown for p in text]
+    writers = {p.writer for p in said if p.kind != "dropped"}
     order = [w for w in ROLES if w in writers] + sorted(writers.difference(ROLES))
     style = {writer: f"w{i % WRITERS}" for i, writer in enumerate(order)}
     if not order:
         return ""
     legend = "".join(f'<li><span class="{style[w]}">{escape(w)}</span></li>' for w in order)
+    if any(p.kind == "dropped" for p in said):
+        legend += "<li><del>dropped, not part of the response</del></li>"
     parts = [f'<ul class="legend authors">{legend}</ul>']
     for name, shown in samples.items():
         cards = "".join(_sample(*sample, style) for sample in shown)
@@ -322,20 +382,30 @@ def _samples(samples: Mapping[str, Sequence[Sample]]) -> str:
     return "".join(parts)
 
 
-def _sample(prompt: str, tokens: Sequence[tuple[str, str]], reward: float | None, style: Mapping[str, str]) -> str:
-    """One rollout: the prompt, then each token in its author's style; a change of author is said to screen readers."""
+def _sample(prompt: str, text: Sequence[Piece], reward: float | None, style: Mapping[str, str]) -> str:
+    """One rollout: the prompt, then each piece in its author's style, or struck through; a change of author, and where
+    dropped text begins and ends, is said to screen readers."""
     spans, last = [], None
-    for text, writer in tokens:
-        said = f'<span class="sr"> [{escape(writer)}] </span>' if writer != last else ""
-        title = escape(writer, quote=True)
-        spans.append(f'{said}<span class="{style[writer]}" title="{title}">{escape(text)}</span>')
-        last = writer
-    counts = {w: sum(writer == w for _, writer in tokens) for w in style}
+    for p in text:
+        if p.kind == "dropped":
+            begin, end = '<span class="sr"> [dropped:] </span>', '<span class="sr"> [end of dropped] </span>'
+            spans.append(f'<del title="dropped">{begin}{escape(p.text)}{end}</del>')
+            continue
+        tag, act = ("ins", " inserts") if p.kind == "inserted" else ("span", "")
+        said = f'<span class="sr"> [{escape(p.writer)}{act}] </span>' if p.writer != last or act else ""
+        title = escape(p.writer + act, quote=True)
+        spans.append(f'{said}<{tag} class="{style[p.writer]}" title="{title}">{escape(p.text)}</{tag}>')
+        last = p.writer
+    counts = {w: sum(p.tokens for p in text if p.writer == w and p.kind != "dropped") for w in style}
     shares = " · ".join(f"{escape(w)} {n}" for w, n in counts.items() if n)
+    dropped = sum(p.tokens for p in text if p.kind == "dropped")
+    also = f" <span>{dropped} dropped</span>" if dropped else ""
     scored = "no reward" if reward is None else f"reward {number(reward)}"
+    is_long = sum(len(p.text) for p in text) > LONG
+    box = ' class="scroll" tabindex="0" role="region" aria-label="rollout"' if is_long else ""
     return (
-        f'<article><p class="facts"><b>{scored}</b> <span>{len(tokens)} tokens: {shares}</span></p>'
-        f'<pre><span class="prompt">{escape(prompt)}</span>{"".join(spans)}</pre></article>'
+        f'<article><p class="facts"><b>{scored}</b> <span>{sum(counts.values())} tokens: {shares}</span>{also}</p>'
+        f'<pre{box}><span class="prompt">{escape(prompt)}</span>{"".join(spans)}</pre></article>'
     )
 
 

@@ -7,6 +7,7 @@ CSS = """
   --c0: #0a58a8; --c1: #a63c06; --c2: #6b32b8; --c3: #0d6b4d; --c4: #9b1c5a;
   --c5: #7a5200; --c6: #00626e; --c7: #4a4f57;
   --t0: #e2eefb; --t1: #fdebdd; --t2: #efe6fb; --t3: #dff3ea; --t4: #fbe4ef;
+  --cut: #d0556b;
 }
 @media (prefers-color-scheme: dark) {
   :root {
@@ -14,6 +15,7 @@ CSS = """
     --c0: #82bdff; --c1: #ffb185; --c2: #cdadff; --c3: #7ddcb4; --c4: #ff9fca;
     --c5: #e8c15a; --c6: #6fd6e3; --c7: #b9c0c9;
     --t0: #152c47; --t1: #43240f; --t2: #32224d; --t3: #12362a; --t4: #45182f;
+    --cut: #d8637a;
   }
 }
 * { box-sizing: border-box; }
@@ -85,6 +87,7 @@ article { background: var(--card); border: 1px solid var(--line); border-radius:
 .facts b { color: var(--text); }
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere;
   font: 14px/1.75 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
+pre.scroll { position: relative; max-height: 640px; overflow-y: auto; margin: 0; max-width: none; }
 .prompt { color: var(--soft); }
 .w0, .w1, .w2, .w3, .w4 { text-decoration-line: underline; text-decoration-thickness: 2px; text-underline-offset: 3px;
   text-decoration-skip-ink: none; }
@@ -93,6 +96,7 @@ pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere;
 .w2 { color: var(--c2); background: var(--t2); text-decoration-style: double; }
 .w3 { color: var(--c3); background: var(--t3); text-decoration-style: dashed; }
 .w4 { color: var(--c4); background: var(--t4); text-decoration-style: wavy; text-decoration-thickness: 1px; }
+del { color: var(--soft); text-decoration: line-through 1px var(--cut); text-decoration-skip-ink: none; }
 .sr { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap;
   user-select: none; }
 

@@ -12,6 +12,7 @@ from fastcollab.callbacks import Callbacks
 from fastcollab.checkpoint import checkpoints, find_checkpoint
 from fastcollab.config import TrainConfig
 from fastcollab.progress import Progress
+from fastcollab.transcript import entry
 from fastcollab.types import Rollout
 
 
@@ -37,10 +38,13 @@ class RunLog:
         """Go back to a checkpoint's step: later rows are dropped."""
         self.step = step
         self.history = keep_lines(self.folder / "metrics.jsonl", lambda row: row["step"] <= step)
+        keep_lines(self.folder / "completions.jsonl", lambda row: row["step"] <= step)
 
     def __enter__(self) -> RunLog:
         self.callbacks.begin(self.total_steps, self.step)
         self.sink = open(self.folder / "metrics.jsonl", "a" if self.checkpoint else "w")
+        if not self.checkpoint:  # those of an earlier run
+            (self.folder / "completions.jsonl").unlink(missing_ok=True)
         self.progress.__enter__()
         return self
 
@@ -62,11 +66,13 @@ class RunLog:
         return clean
 
     def completions(self, rollouts: Sequence[Rollout], tokenizer: Any, shown: int, facts: Sequence[dict]) -> None:
-        """Append each rollout with its ``facts`` to completions.jsonl, and print the first ones, coloured by author."""
-        self.progress.completions(rollouts[:shown], tokenizer)
+        """Append each rollout with its transcript and ``facts`` to completions.jsonl, and print ``shown`` of them,
+        those with interventions first."""
+        self.progress.completions(sorted(rollouts, key=lambda r: not r.interventions)[:shown], tokenizer)
         with open(self.folder / "completions.jsonl", "a") as sink:
             for r, fact in zip(rollouts, facts, strict=True):
-                sink.write(json.dumps({"completion": r.text or r.ids} | fact, default=str) + "\n")
+                row = {"completion": r.text or r.ids} | entry(r, tokenizer) | fact
+                sink.write(json.dumps(row, default=str) + "\n")
 
 
 def finite(value: Any) -> Any:

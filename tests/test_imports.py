@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = """
 config types
 tiny data tokens reference questions
-steps grading ballots
+steps grading ballots transcript
 corrections
 verifiers
 http_verifier

@@ -8,11 +8,14 @@ import re
 from html import unescape
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
-from fastcollab.report import WRITERS, report_folder, save_inputs, summarise, write_report
+from fastcollab.report import LONG, SHOWN, WRITERS, report_folder, sample_of, save_inputs, summarise, write_report
 from fastcollab.report_style import CSS
 from fastcollab.report_svg import STYLES, Series, histogram, line_chart, number, smooth, thin, ticks
+from fastcollab.transcript import entry
+from fastcollab.types import Intervention, Rollout
 
 VOID = {"meta", "line", "path", "polyline"}  # closed by the parser's own event or never
 TABLE = {
@@ -37,6 +40,24 @@ def rows(n: int, tandem: bool = True) -> list[dict]:
             row |= {"handoff/count": 0, "handoff/latency_ms": None}
         made.append(row)
     return [*made, {"step": n, "eval/solo/reward": 0.9, "eval/team/reward": None}]
+
+
+WORDS = ["", "first\n", " wrong <script>alert(1)</script>\n", " right\n", " then", " worse", " end", "<eos>"]
+
+
+class Words:
+    """A tokenizer that drops the space before a first word, as SentencePiece's do."""
+
+    def decode(self, ids, **kwargs):
+        return "".join(WORDS[i] for i in ids).removeprefix(" ")
+
+
+def corrected() -> Rollout:
+    """Two interventions; the second cuts right behind the first's insertion and takes the policy's EOS away."""
+    log = [Intervention(1, (2, 2), (3, 3)), Intervention(3, (4, 5, 7), (6,))]
+    author = np.array([0, 1, 1, 1, 0, 0], np.uint8)
+    ids, writers = [1, 3, 3, 6, 4, 7], ("policy", "verifier")
+    return Rollout([1], ids, author, writers, np.zeros(6, np.float32), "eos", interventions=log)
 
 
 class Page(HTMLParser):
@@ -140,6 +161,60 @@ def test_everything_is_escaped(tmp_path):
     assert unescape(page).count("alert(") == page.count("alert(") >= 12
 
 
+def shown(page: str) -> str:
+    return re.search(r"<pre[^>]*>(.*?)</pre>", page, re.S)[1]
+
+
+def test_dropped_text_is_struck_through_before_what_was_inserted(tmp_path):
+    sample = sample_of(corrected(), Words(), [{"role": "user", "content": "<b>?"}], 1.0)
+    page = write_report(tmp_path / "r.html", {"a": rows(2)}, samples={"a": [sample]}).read_text(encoding="utf-8")
+    said, evil = '<span class="sr"> [{}] </span>', " wrong &lt;script&gt;alert(1)&lt;/script&gt;\n"
+    begin, end = said.format("dropped:"), said.format("end of dropped")
+    wanted = [
+        '<span class="prompt">user: &lt;b&gt;?\n\n</span>',
+        said.format("policy") + '<span class="w0" title="policy">first\n</span>',
+        f'<del title="dropped">{begin}{evil}{evil}{end}</del>',
+        said.format("verifier inserts") + '<ins class="w1" title="verifier inserts"> right\n right\n</ins>',
+        f'<del title="dropped">{begin} then worse&lt;eos&gt;{end}</del>',
+        said.format("verifier inserts") + '<ins class="w1" title="verifier inserts"> end</ins>',
+        said.format("policy") + '<span class="w0" title="policy"> then&lt;eos&gt;</span>',
+    ]
+    assert shown(page) == "".join(wanted)
+    Page(page)
+    assert "6 tokens: policy 3 · verifier 3</span> <span>5 dropped</span>" in page
+    assert "<li><del>dropped, not part of the response</del></li>" in page
+
+
+def test_only_dropped_text_has_a_legend_and_only_long_text_scrolls(page, tmp_path):
+    assert "<del" not in page and "<pre>" in page and "<pre " not in page
+    samples = {"a": [("p", [("x" * (LONG + 1), "policy")], 1.0)]}
+    long = write_report(tmp_path / "r.html", {"a": rows(2)}, samples=samples).read_text(encoding="utf-8")
+    assert '<pre class="scroll" tabindex="0" role="region" aria-label="rollout">' in long
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_text_has_the_contrast_that_it_needs(scheme):
+    """Struck text and the prompt are soft, each author has a tint: at least 4.5 with what is behind them (WCAG 2)."""
+    colours = dict(re.findall(r"--(\w+): (#\w{6});", CSS.split(":root {")[1 + scheme]))
+
+    def luminance(name: str) -> float:
+        parts = (int(colours[name][i : i + 2], 16) / 255 for i in (1, 3, 5))
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    pairs = [("soft", "bg"), ("soft", "card"), *((f"c{i}", f"t{i}") for i in range(WRITERS))]
+    for text, ground in pairs:
+        high, low = sorted((luminance(text), luminance(ground)), reverse=True)
+        assert (high + 0.05) / (low + 0.05) >= 4.5, (text, ground)
+    assert "del { color: var(--soft); text-decoration: line-through" in CSS
+
+
+@pytest.mark.parametrize("token", [("alone",), ("a", "policy", "droped"), ("a", "policy", "", 1, 2)])
+def test_a_token_of_no_known_form_is_named(tmp_path, token):
+    with pytest.raises(ValueError, match=r"token: got .*need \(text, writer\)"):
+        write_report(tmp_path / "r.html", {"a": rows(2)}, samples={"a": [("p", [token], None)]})
+
+
 def test_a_single_step_and_missing_figures_make_a_page(tmp_path):
     page = write_report(tmp_path / "r.html", {"only": [{"step": 1, "reward": 0.25}]}).read_text(encoding="utf-8")
     assert 'class="dot c0" d="M50.00 ' in page and "1 step<" in page
@@ -188,6 +263,24 @@ def test_folder_makes_the_same_page_as_the_arguments(tmp_path):
     assert list(runs) == ["Tandem", "GRPO"]
     direct = write_report(tmp_path / "direct.html", runs, TABLE, SAMPLES, settings)
     assert report_folder(out, tmp_path / "stored.html").read_bytes() == direct.read_bytes()
+
+
+def test_rollouts_come_from_the_completions_where_none_were_chosen(tmp_path):
+    """Those of the newest step, with interventions first, as a page made from the rollout itself shows them."""
+    plain = Rollout([1], [1, 7], np.zeros(2, np.uint8), ("policy",), np.zeros(2, np.float32), "eos")
+    kept = [plain] * SHOWN + [corrected()]
+    lines = [{"step": s, "prompt": f"step {s}?", "reward": 0.5} | entry(r, Words()) for s in (1, 2) for r in kept]
+    write_metrics(tmp_path / "out", rows(2))
+    write_metrics(tmp_path / "out" / "old", rows(2))
+    (tmp_path / "out" / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "out" / "old" / "completions.jsonl").write_text('{"completion": "of an earlier version", "step": 2}\n')
+    page = report_folder(tmp_path / "out").read_text(encoding="utf-8")
+    sample = sample_of(corrected(), Words(), "step 2?", 0.5)
+    direct = write_report(tmp_path / "d.html", {"a": rows(2)}, samples={"a": [sample]}).read_text(encoding="utf-8")
+    assert shown(page) == shown(direct)
+    assert page.count("<article>") == SHOWN and "step 1?" not in page and "<h3>out, step 2</h3>" in page
+    save_inputs(tmp_path / "out", samples={"out": [sample]})
+    assert report_folder(tmp_path / "out").read_text(encoding="utf-8").count("<article>") == 1
 
 
 def test_a_table_of_figures_by_column_is_shown_too(tmp_path):
@@ -287,3 +380,16 @@ def test_a_cohort_is_shown_model_by_model(tmp_path):
     page = write_report(tmp_path / "r.html", {"out": [*rows, {"step": 3, "eval/a/reward": 1.0}]}).read_text()
     assert '<th scope="col">a</th><th scope="col">b</th>' in page and "Questions with the most frequent answer" in page
     assert "0.100 → 0.300" in page and "0.900 → 0.900" in page
+
+
+def test_interventions_are_charted_beside_their_controls(tmp_path):
+    """Both arms in one panel, under the run's name where there are several; they are no models of a cohort."""
+    made = [{"step": s, "reward": 0.5, "mintrl/control/reward": 0.2 * s, "mintrl/reviewed/reward": 0.3 * s,
+             "mintrl/external_share_micro": 0.03, "mintrl/interventions": 1.25} for s in (1, 2)]  # fmt: skip
+    page = Page(write_report(tmp_path / "r.html", {"run": made}).read_text(encoding="utf-8")).text
+    assert "reviewed: 0.3 at step 1, 0.6 at step 2 (smoothed); controls: 0.2 at step 1, 0.4 at" in page
+    for said in ("External tokens, share in reviewed rollouts", "interventions per reviewed rollout1.250"):
+        assert said in page
+    assert "mintrl" not in page and "Prompts that only" not in page
+    two = write_report(tmp_path / "r.html", {"run": made, "plain": rows(2)}).read_text(encoding="utf-8")
+    assert "run: controls" in two and "interventions per reviewed rollout</th><td>1.250</td><td>–</td>" in two

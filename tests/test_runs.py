@@ -241,4 +241,8 @@ def test_completions_and_extra_columns_are_logged(tmp_path):
     rows = fc.train("tandem", pair(), ROWS, scored, args).log_history
     lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
     assert len(lines) == 12 and all(line["step"] == 2 and line["length"] == len(line["completion"]) for line in lines)
+    for line in lines:  # without a tokenizer ids stand for text
+        assert " ".join(text.strip() for _, text, _ in line["authors"]) == " ".join(map(str, line["completion"]))
+        assert sum(n for *_, n in line["authors"]) == len(line["completion"]) and "interventions" not in line
+        assert {writer for writer, *_ in line["authors"]} <= {"senior", "junior"}
     assert all("longest" in r and 0 < r["entropy"] < math.log(VOCAB) + 1e-6 for r in rows)
