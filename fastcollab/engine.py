@@ -102,7 +102,7 @@ class Engine:
         costs = [float(m.weight_bytes) for m in everyone]
         self.scheduler = _scheduler_class(scheduler)(blocks, block_size, token_budget, costs, prefix_cache)
         self._versions = [m.version for m in everyone]
-        self._policies: dict[Schedule, int] = {}
+        self._policies: dict[Any, int] = {}  # by Schedule.key
         self.reset_stats()
 
     def _vocabulary(self, tokenizer: Any) -> tuple[Any, int]:
@@ -211,15 +211,15 @@ class Engine:
 
     def _policy(self, schedule: Schedule) -> int:
         """The scheduler's number of a schedule; made once, for it may scan the vocabulary."""
-        if schedule not in self._policies:
+        if schedule.key not in self._policies:
             models = [self.names.index(w) for w in schedule.speakers]
             eos = sorted({i for w in schedule.speakers for i in self.models[w].eos_ids})
             arguments = schedule.policy(self.tokenizer, self.vocab_size)
             if arguments.get("boundary") is not None:
                 count = int(arguments["boundary"].sum())
                 log.info("%s: %d of %d ids are boundaries", type(schedule).__name__, count, self.vocab_size)
-            self._policies[schedule] = self.scheduler.add_policy(models=models, eos=eos, **arguments)
-        return self._policies[schedule]
+            self._policies[schedule.key] = self.scheduler.add_policy(models=models, eos=eos, **arguments)
+        return self._policies[schedule.key]
 
     def _limit(self, ids: list[int], index: int, writers: Sequence[str], max_new: int) -> int:
         """How many tokens may follow a prompt: ``max_new``, or what the models' lengths leave."""

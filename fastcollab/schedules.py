@@ -40,6 +40,11 @@ class Schedule:
         """The model that each writer speaks through."""
         return self.writers
 
+    @property
+    def key(self) -> Any:
+        """What the arguments of ``policy`` follow from: the engine keeps one policy for each."""
+        return self
+
     def policy(self, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
         """Arguments of ``Scheduler.add_policy`` but for ``models`` and ``eos``."""
         raise NotImplementedError
@@ -206,8 +211,19 @@ class Intervene(Schedule):
     def speakers(self):
         return (self.writers[0], self.writers[0])
 
+    @property
+    def key(self):
+        return (Intervene, self.speakers, self.chunk, self.steps)  # without the verifier, which may be unloaded
+
     def made_steps(self, tokenizer: Any) -> Steps:
-        return self.steps if isinstance(self.steps, Steps) else Steps(tokenizer, self.steps)
+        """The steps of a tokenizer, made once: that reads its whole vocabulary."""
+        if isinstance(self.steps, Steps):
+            return self.steps
+        made = self.__dict__.get("_made")
+        if made is None or made.tokenizer is not tokenizer:
+            made = Steps(tokenizer, self.steps)
+            object.__setattr__(self, "_made", made)
+        return made
 
     def policy(self, tokenizer, vocab_size):
         if tokenizer is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -66,13 +67,13 @@ def own_logprobs(module, rollout):
 def test_half_of_the_rollouts_are_reviewed_then_none(tmp_path):
     """K_c controls and K_s reviewed in the first phase, then as many rollouts, all controls (spec 2.6)."""
     t = trainer(tmp_path, intervention_updates=2)
-    arms = []
+    arms, verifier = [], weakref.ref(t.method.verifier)
     for _ in range(3):
         rollouts = t.rollouts()
         arms.append([[t.method.reviewed(r) for r in rollouts if r.group == g] for g in range(3)])
         t.step += 1
     assert arms == 2 * [3 * [[False] * 3 + [True] * 3]] + [3 * [[False] * 6]]
-    assert t.method.verifier is None
+    assert verifier() is None  # unloaded: nothing holds it
 
 
 def test_t14_the_baseline_knows_the_controls_alone(tmp_path):

@@ -50,7 +50,6 @@ class MInTRL(Method):
         self.steering = Steering(args.max_reviews, args.max_correction_tokens, args.external_share)
         self.kappa = args.kappa
         self.verifier: Any = None
-        self._plans: dict[tuple[int, int], Intervene] = {}
         self._warned = False
 
     def engines(self, models: Mapping[str, Any]) -> int:
@@ -86,19 +85,17 @@ class MInTRL(Method):
 
     def plan(self) -> Intervene:
         """The schedule of reviewed rollouts under the knobs as they stand."""
-        args, knobs = self.args, (self.steering.reviews, self.steering.tokens)
-        if knobs not in self._plans:  # the engine keeps each schedule that it has seen
-            self._plans[knobs] = Intervene(
-                ("policy", VERIFIER), self.verifier, args.chunk, args.longest_chunk, knobs[0], args.max_interventions,
-                knobs[1], args.reserve, args.correction_cap, args.rollback, self.steps, args.leaks or gives_answer,
-            )  # fmt: skip
-        return self._plans[knobs]
+        args, knobs = self.args, self.steering
+        return Intervene(
+            ("policy", VERIFIER), self.verifier, args.chunk, args.longest_chunk, knobs.reviews, args.max_interventions,
+            knobs.tokens, args.reserve, args.correction_cap, args.rollback, self.steps, args.leaks or gives_answer,
+        )  # fmt: skip
 
     def schedule_at(self, step: int) -> Schedule | list[Schedule]:
         if not self.args.intervenes:
             return self.schedule
         if step >= self.args.intervention_updates:
-            self.verifier, self._plans = None, {}  # its memory is free from here on (6.26)
+            self.verifier = None  # its memory is free from here on (6.26)
             return self.schedule
         stats = getattr(self.verifier, "engine", None)
         if stats is not None:
