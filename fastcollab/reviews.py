@@ -152,8 +152,14 @@ class Reviews:
         self.scheduler.truncate(i, len(prompt) + at)
         self.scheduler.append_forced(i, correction.ids, VERIFIER)
         draft.interventions.append(Intervention(at, tuple(ids[at:]), correction.ids))
-        draft.accepted = (*(draft.accepted + request.new)[:step], correction.text)
+        draft.accepted = (*self._standing(ids[:at], (draft.accepted + request.new)[:step]), correction.text)
         draft.starts, draft.floor = (*starts[:step], at), step + 1
         draft.settled, draft.fixed = at + len(correction.ids), True
         draft.external += len(correction.ids)
         return None
+
+    def _standing(self, kept: Sequence[int], texts: tuple[str, ...]) -> tuple[str, ...]:
+        """``texts`` of the steps before a cut, the last as it is written now: an id that reached over the cut went with
+        what was dropped, or stayed with whitespace beyond it (6.6)."""
+        head, text = "".join(texts[:-1]), self.steps.text(kept)
+        return (*texts[:-1], text[len(head) :]) if texts and text.startswith(head) else texts

@@ -262,13 +262,8 @@ def check(r, row):
     assert np.isnan(r.logprob).tolist() == [a == "V" for a in row.authors]
 
 
-SHOWN = "the verifier is shown the whole last step where the cut dropped a part of it with the straddling token"
-NAMES = [pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=SHOWN) if "shown again" in name else ())
-         for name in ROWS]  # fmt: skip
-
-
 @both
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ROWS)
 def test_each_row(name, scheduler):
     (r,) = run(engine(scheduler), [name])
     check(r, ROWS[name])
