@@ -95,7 +95,7 @@ ROWS = {
         [KEPT], ["KEEP", "REVISE 1", "REVISE 2"], [], "P" * 9, [(3, "keep"), (6, "out_of_range"), (9, "out_of_range")]
     ),
     "6.3 deep: an accepted step": Row(
-        [KEPT, "a.|C.//d.|e.|f.$"], ["KEEP", "KEEP", "REVISE 2", "REVISE 2", "REVISE 1"], [FIX],
+        [KEPT, "a.|C.//d.|e.|f.$"], ["KEEP", "KEEP", "REVISE 2", "REVISE 1", "REVISE 2"], [FIX],
         "PPPVVVVPPPPPPPPP", [(3, "keep"), (6, "keep"), (9, "intervention"), (13, "out_of_range"), (16, "out_of_range")],
         [(3, "b.|c.$", "C.//")], dict(rollback="deep"),
     ),
