@@ -205,6 +205,7 @@ class Scripted:
         self.verdicts = {prompt: list(row.verdicts) for prompt, row in rows.items()}
         self.fixes = {prompt: list(row.fixes) for prompt, row in rows.items()}
         self.shown = {prompt: [] for prompt in rows}
+        self.kept = {prompt: [] for prompt in rows}
 
     def review(self, requests):
         for r in requests:
@@ -212,6 +213,8 @@ class Scripted:
         return review_by_text(lambda asked: [self.verdicts[r.prompt].pop(0) for r in asked], requests)
 
     def correct(self, requests):
+        for r in requests:
+            self.kept[r.prompt].append("".join(r.accepted))
         return [self.fixes[r.prompt].pop(0) for r in requests]
 
 
@@ -226,7 +229,7 @@ def engine(scheduler, **changes):
     return fc.Engine({"policy": policy()}, tokenizer=vocabulary()[0], **settings)
 
 
-def run(e, names, n=1, mixed=None):
+def run(e, names, n=1, mixed=None, behind_what_stands=False):
     """The rollouts of rows with the same settings, in one batch."""
     rows = {f"{name}?": ROWS[name] for name in names}
     drafts, (first, *_) = [[ids(d) for d in row.drafts] for row in rows.values()], rows.values()
@@ -246,6 +249,10 @@ def run(e, names, n=1, mixed=None):
         done = np.cumsum([0] + [outcome == "intervention" for _, outcome in row.reviews])
         stood = [texts[k][:length] for k, (length, _) in zip(done, row.reviews, strict=False)]
         assert verifier.shown[prompt] == [e.tokenizer.decode(x, skip_special_tokens=True) for x in stood]
+        asked = [outcome for _, outcome in row.reviews if outcome not in ("keep", "malformed", "out_of_range")]
+        at = [text for text, outcome in zip(verifier.kept[prompt], asked, strict=True) if outcome == "intervention"]
+        stood = [e.tokenizer.decode(texts[k][:at]) for k, (at, _, _) in enumerate(row.cuts)]
+        assert not behind_what_stands or at == stood
     return found
 
 
@@ -267,6 +274,14 @@ def check(r, row):
 def test_each_row(name, scheduler):
     (r,) = run(engine(scheduler), [name])
     check(r, ROWS[name])
+
+
+@pytest.mark.xfail(strict=True, reason="the corrector is shown the whole of a step that the cut took a part of")
+@both
+def test_a_correction_is_asked_for_behind_what_stands(scheduler):
+    """2.2: it continues the kept prefix, without what a straddling token took along."""
+    for name in (name for name, row in ROWS.items() if row.cuts):
+        run(engine(scheduler), [name], behind_what_stands=True)
 
 
 @both
