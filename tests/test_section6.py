@@ -250,9 +250,9 @@ def run(e, names, n=1, mixed=None, behind_what_stands=False):
         stood = [texts[k][:length] for k, (length, _) in zip(done, row.reviews, strict=False)]
         assert verifier.shown[prompt] == [e.tokenizer.decode(x, skip_special_tokens=True) for x in stood]
         asked = [outcome for _, outcome in row.reviews if outcome not in ("keep", "malformed", "out_of_range")]
-        at = [text for text, outcome in zip(verifier.kept[prompt], asked, strict=True) if outcome == "intervention"]
+        kept = [text for text, outcome in zip(verifier.kept[prompt], asked, strict=True) if outcome == "intervention"]
         stood = [e.tokenizer.decode(texts[k][:at]) for k, (at, _, _) in enumerate(row.cuts)]
-        assert not behind_what_stands or at == stood
+        assert not behind_what_stands or kept == stood
     return found
 
 
