@@ -301,7 +301,7 @@ class Engine:
                 )
             ended = scheduler.commit(m, ids, logprob, perf_counter())
             for each in reviews:
-                each.ended(ended.tolist())
+                each.ended([] if sampling.ignore_eos else ended.tolist())
                 open_reviews |= bool(each.waiting)
             self._rows_in[m] += len(plan.rows)
             if mass is not None:

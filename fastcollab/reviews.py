@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from fastcollab.config import require
@@ -100,11 +101,13 @@ class Reviews:
         whole = new >= s.chunk and (self.steps.ends_step(ids) or new >= s.longest_chunk)
         if new == 0 or not (ended or whole):
             return None
-        texts = tuple(step.text for step in self.steps.split(ids, draft.settled))
+        found = self.steps.split(ids, draft.settled)
+        texts, starts = tuple(step.text for step in found), draft.starts + tuple(step.start for step in found)
         if draft.fixed and len(texts) == 1:  # 6.16: after a correction something new must stand before the next
             return None
         first = draft.floor - len(draft.accepted) if s.rollback == "deep" and not draft.fixed else int(draft.fixed)
-        return Request(draft.prompt, draft.accepted, texts, draft.row, ended, first)
+        left = tuple(self.steps.text(ids[a:b]) for a, b in pairwise(starts))
+        return Request(draft.prompt, draft.accepted, texts, draft.row, ended, first, left)
 
     def _ask(self, requests: Sequence[Request]) -> list[tuple[Any, Any]]:
         """(verdict, correction as the verifier wrote it or None) of each request."""
@@ -152,14 +155,8 @@ class Reviews:
         self.scheduler.truncate(i, len(prompt) + at)
         self.scheduler.append_forced(i, correction.ids, VERIFIER)
         draft.interventions.append(Intervention(at, tuple(ids[at:]), correction.ids))
-        draft.accepted = (*self._standing(ids[:at], (draft.accepted + request.new)[:step]), correction.text)
+        draft.accepted = (*request.cut(step - len(draft.accepted)).accepted, correction.text)
         draft.starts, draft.floor = (*starts[:step], at), step + 1
         draft.settled, draft.fixed = at + len(correction.ids), True
         draft.external += len(correction.ids)
         return None
-
-    def _standing(self, kept: Sequence[int], texts: tuple[str, ...]) -> tuple[str, ...]:
-        """``texts`` of the steps before a cut, the last as it is written now: an id that reached over the cut went with
-        what was dropped, or stayed with whitespace beyond it (6.6)."""
-        head, text = "".join(texts[:-1]), self.steps.text(kept)
-        return (*texts[:-1], text[len(head) :]) if texts and text.startswith(head) else texts

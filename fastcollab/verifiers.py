@@ -44,6 +44,7 @@ class Request:
     row: Mapping[str, Any] = field(default_factory=dict)  # of the dataset, privileged columns included
     ended: bool = False  # the writer ended its answer behind the last step
     first: int = 0  # index into new of the first that may be revised; after a fix 1 (6.16), below 0 reopens accepted
+    left: tuple[str, ...] = ()  # what a cut at the next step leaves of each: not all where one id writes in both (6.6)
 
     @property
     def numbers(self) -> range:
@@ -59,7 +60,8 @@ class Request:
     def cut(self, step: int) -> Request:
         """The request for the correction that ``Revise(step)`` asks for."""
         steps, at = self.accepted + self.new, len(self.accepted) + step
-        return Request(self.prompt, steps[:at], steps[at:], self.row)
+        last = self.left[at - 1 : at] or steps[at - 1 : at]
+        return Request(self.prompt, steps[: max(0, at - 1)] + last, steps[at:], self.row)
 
 
 class Verifier(Protocol):

@@ -276,7 +276,15 @@ def test_each_row(name, scheduler):
     check(r, ROWS[name])
 
 
-@pytest.mark.xfail(strict=True, reason="the corrector is shown the whole of a step that the cut took a part of")
+@both
+def test_6_12_an_eos_that_is_ignored_ends_nothing(scheduler):
+    """At the limit there is no review, whatever id stands there."""
+    plan = Intervene(verifier=Scripted({"x?": Row([], ["KEEP"], [], "", [])}), chunk=3, max_tokens=16, reserve=0)
+    draft, sampling = ids("a.|b.$"), fc.SamplingParams(max_new_tokens=6, ignore_eos=True)
+    (r,) = engine(scheduler).generate(["x?"], 1, plan, sampling, allowed=lambda group, written: [draft[len(written)]])
+    assert r.ids == draft and r.finish == "length" and [tuple(x) for x in r.reviews] == [(3, "keep")]
+
+
 @both
 def test_a_correction_is_asked_for_behind_what_stands(scheduler):
     """2.2: it continues the kept prefix, without what a straddling token took along."""
