@@ -238,6 +238,18 @@ def test_no_reviews_is_pmd_mean(tmp_path):
     assert equal(*(gradients(t, batch(t)[3]) for t in (const, proxy)))
 
 
+@pytest.mark.parametrize("anchor", ["proxy", "const"])
+def test_a_batch_without_advantages(tmp_path, anchor):
+    """6.21: nothing at the first step but the constant anchors' pull, which skip_flat leaves out; it steps anyway."""
+    for skip in (False, True):
+        t = trainer(tmp_path, reward=lambda completions, **k: [1.0] * len(completions), anchor=anchor, skip_flat=skip)
+        *_, anchored, row = batch(t)
+        assert row["mintrl/flat"] == 1.0 and not any(i.advantage for i in anchored)
+        update = t.update(anchored)
+        assert (update["grad_norm"] > 1e-4) == (anchor == "const" and not skip)
+        assert ("num_loss_tokens" in update) == (not skip)
+
+
 def test_whole_runs_resume_bitwise(tmp_path):
     """Two phases, steering on, a checkpoint in the first: the resumed run is the uninterrupted one."""
     changes = dict(max_steps=4, save_steps=2, intervention_updates=3, external_share=(0.0, 0.01), learning_rate=1e-3)

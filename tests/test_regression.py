@@ -153,3 +153,16 @@ def test_c11_value_as_log_mean_exp(impl, dtype, tolerance):
             grad = torch.autograd.grad(unscaled, lp)[0].view(4, 3)
             assert grad[:, 0].tolist() == pytest.approx(want["dloss_dS_beta0.5"], abs=case["tolerance"])
             assert torch.equal(grad[:, 0], grad[:, 1]) and (grad[:, 2] == 0).all()
+
+
+def test_without_interventions_it_is_pmd_mean():
+    """7.7: OpenKimi's 0.5 tau (A / tau - Lambda)^2 / T of each rollout, tau = beta."""
+    lp, old, _, advantage, mask, ids = batch()
+    total, n = 0.0, 0
+    for s in range(len(advantage)):
+        own = mask & (ids == s)
+        if own.any():
+            total += 0.5 * 0.3 * (advantage[s] / 0.3 - (lp - old)[own].sum()) ** 2 / own.sum()
+            n += 1
+    loss, _ = advantage_regression(lp, old, advantage, mask, ids, 0.3, length_norm="seq")
+    torch.testing.assert_close(loss, total / n)
