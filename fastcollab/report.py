@@ -191,15 +191,16 @@ def report_folder(folder: str | Path, out: str | Path | None = None) -> Path:
 
 
 def _logged(run: str, path: Path) -> dict[str, list[Sample]]:
-    """``SHOWN`` rollouts of the newest step in completions.jsonl, for each model that wrote some, those with
-    interventions first."""
-    newest: list[dict[str, Any]] = []
+    """``SHOWN`` rollouts of completions.jsonl for each model that wrote some: of the newest step with interventions
+    those with them, then of the newest step."""
+    newest: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])  # with interventions, without
     for row in _read_lines(path) if path.is_file() else ():
-        if newest and row.get("step") != newest[0].get("step"):
-            newest = []
-        newest.append(row)
+        kept = newest["interventions" not in row]
+        if kept and row.get("step") != kept[0].get("step"):
+            kept.clear()
+        kept.append(row)
     found: dict[str, list[Sample]] = {}
-    for row in sorted(newest, key=lambda row: "interventions" not in row):
+    for row in newest[0] + newest[1]:
         title = ": ".join(filter(None, (run, row.get("model")))) + f", step {row.get('step')}"
         shown = found.setdefault(title, [])
         if "authors" in row and len(shown) < SHOWN:

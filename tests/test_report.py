@@ -279,6 +279,10 @@ def test_rollouts_come_from_the_completions_where_none_were_chosen(tmp_path):
     direct = write_report(tmp_path / "d.html", {"a": rows(2)}, samples={"a": [sample]}).read_text(encoding="utf-8")
     assert shown(page) == shown(direct)
     assert page.count("<article>") == SHOWN and "step 1?" not in page and "<h3>out, step 2</h3>" in page
+    later = [{"step": 9, "prompt": "later?", "reward": 0.5} | entry(plain, Words())]  # interventions had stopped
+    (tmp_path / "out" / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines + later))
+    page = report_folder(tmp_path / "out").read_text(encoding="utf-8")
+    assert page.count("<article>") == 2 and page.index("<h3>out, step 2</h3>") < page.index("<h3>out, step 9</h3>")
     save_inputs(tmp_path / "out", samples={"out": [sample]})
     assert report_folder(tmp_path / "out").read_text(encoding="utf-8").count("<article>") == 1
 
