@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from training import equal, gradients, weights
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastcollab as fc
 from fastcollab.trainer import Trainer
@@ -302,6 +303,23 @@ def test_a_local_model_verifies(tmp_path, source):
     assert (engine.stats()["cached"] == 0) == moved
     engine.forget()
     assert verifier.correct(requests) == said
+
+
+def test_the_trained_module_is_no_verifier_under_another_name(tmp_path):
+    """It would lose its frozen parts, a LoRA's whole base: "policy" and "base" say which weights are meant."""
+    peft = pytest.importorskip("peft")
+    module = AutoModelForCausalLM.from_pretrained(fc.tiny.senior())
+    tokenizer, lora = AutoTokenizer.from_pretrained(fc.tiny.senior()), peft.LoraConfig(r=2, target_modules=["q_proj"])
+    args = trainer(tmp_path).args
+    for peft_config in (None, lora):
+        with pytest.raises(ValueError, match="verifier: got 'the module that is trained', need another module than"):
+            models = {"policy": module, "verifier": module}
+            Trainer("mintrl", models, ROWS, reward, args, peft_config, tokenizer, None, ())
+    module = AutoModelForCausalLM.from_pretrained(fc.tiny.senior())
+    t = Trainer("mintrl", {"policy": module, "verifier": "policy"}, ROWS, reward, args, lora, tokenizer, None, ())
+    assert {n for n, p in t.policy.module.named_parameters() if p.requires_grad} == {
+        n for n, _ in t.policy.module.named_parameters() if "lora" in n
+    }
 
 
 BAD = {

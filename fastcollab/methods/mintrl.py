@@ -74,7 +74,9 @@ class MInTRL(Method):
             source = policy
         elif not isinstance(source, Model):
             source = Model(VERIFIER, source, device=args.device, init_kwargs=args.model_init_kwargs)
-            source.module.requires_grad_(source.module is policy.module)
+            need = f"another module than {self.policy!r}, or 'policy' or 'base'"
+            require(source.module is not policy.module, VERIFIER, "the module that is trained", need)
+            source.module.requires_grad_(False)
         return ModelVerifier(
             source, source.tokenizer or engine.tokenizer, args.template,
             args.max_correction_tokens, chat_template_kwargs=args.chat_template_kwargs, device=args.device,
