@@ -181,7 +181,9 @@ class Engine:
             for row, (group, *_, own) in seated.items():
                 if isinstance(own, Intervene):
                     text = prompts[group] if isinstance(prompts[group], str) else decode(self.tokenizer, encoded[group])
-                    drafts[row] = Draft(text, rows[group] if rows is not None else {})
+                    drafts[row] = Draft(
+                        text, dict(rows[group]) if rows is not None else {}
+                    )  # a verifier may write in it
             reviews = self._reviews(seated, drafts, limits) if reviewed else []
             try:
                 mass = self._run(sampling, seated, reviews, allowed)

@@ -111,13 +111,12 @@ class Reviews:
 
     def _ask(self, requests: Sequence[Request]) -> list[tuple[Any, Any]]:
         """(verdict, correction as the verifier wrote it or None) of each request."""
-        verifier = self.schedule.verifier
-        verdicts = verifier.review(requests)
-        require(len(verdicts) == len(requests), "verdicts", len(verdicts), f"{len(requests)}, one a request")
+        verifier, requests = self.schedule.verifier, tuple(requests)  # a tuple: nobody sorts it in place
+        verdicts = _one_each("verdicts", verifier.review(requests), requests)
         verdicts = [settle(v, r) for v, r in zip(verdicts, requests, strict=True)]
         wrong = [i for i, v in enumerate(verdicts) if isinstance(v, Revise)]
-        raw = verifier.correct([requests[i].cut(verdicts[i].step) for i in wrong]) if wrong else []
-        require(len(raw) == len(wrong), "corrections", len(raw), f"{len(wrong)}, one a request")
+        cuts = tuple(requests[i].cut(verdicts[i].step) for i in wrong)
+        raw = _one_each("corrections", verifier.correct(cuts), cuts) if cuts else ()
         by_row = dict(zip(wrong, raw, strict=True))
         return [(verdict, by_row.get(i)) for i, verdict in enumerate(verdicts)]
 
@@ -160,3 +159,9 @@ class Reviews:
         draft.settled, draft.fixed = at + len(correction.ids), True
         draft.external += len(correction.ids)
         return None
+
+
+def _one_each(name: str, answers: Any, requests: Sequence[Request]) -> Sequence[Any]:
+    got = len(answers) if isinstance(answers, Sequence) else answers
+    require(got == len(requests), name, got, f"{len(requests)}, one a request")
+    return answers

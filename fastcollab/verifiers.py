@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Protocol
 
 from fastcollab.config import require
@@ -78,10 +79,15 @@ class Verifier(Protocol):
 
 
 def settle(verdict: Verdict, request: Request) -> Verdict:
-    """``verdict``, or Keep("out_of_range") where its step may not be revised (6.3, 6.4, 6.16)."""
-    if isinstance(verdict, Revise) and verdict.step + len(request.accepted) + 1 not in request.numbers:
-        return Keep("out_of_range")
-    return verdict
+    """``verdict``, or Keep("out_of_range") where its step may not be revised (6.3, 6.4, 6.16); ValueError for none."""
+    step = verdict.step if isinstance(verdict, Revise) else None
+    kept = isinstance(verdict, Keep) and verdict.reason in (None, "malformed", "out_of_range")
+    ok = kept or isinstance(step, Integral) and not isinstance(step, bool)
+    require(ok, "verdict", verdict, 'Keep(), Keep("malformed"), Keep("out_of_range") or Revise(int)')
+    if kept:
+        return verdict
+    step = int(step)  # numpy's too
+    return Revise(step) if step + len(request.accepted) + 1 in request.numbers else Keep("out_of_range")
 
 
 class FunctionVerifier:
@@ -103,10 +109,8 @@ class FunctionVerifier:
         return [self._call(self._correct, r) for r in requests]
 
     def _verdict(self, request: Request) -> Verdict:
-        verdict = self._call(self._review, request) or Keep()
-        ok = isinstance(verdict, Keep) or isinstance(verdict, Revise) and type(verdict.step) is int
-        require(ok, "verdict of the review function", verdict, "Keep(), Revise(int) or None")
-        return verdict
+        verdict = self._call(self._review, request)
+        return Keep() if verdict is None else verdict
 
     def _call(self, func: Callable, request: Request) -> Any:
         columns, row = list(inspect.signature(func).parameters.values())[3:], request.row

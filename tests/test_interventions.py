@@ -246,6 +246,53 @@ def test_an_error_of_the_verifier_surfaces_and_the_engine_lives_on():
     assert same(e.generate(PROMPTS, sampling=GREEDY), engine().generate(PROMPTS, sampling=GREEDY))
 
 
+class Own:
+    """A verifier of a user's own: ``review`` and ``correct`` of all requests at once."""
+
+    def __init__(self, review, correct=lambda requests: [" 2 + 2 = 4\n" for _ in requests]):
+        self.review, self.correct = review, correct
+
+
+WRONG = {
+    "none": (lambda requests: [None for _ in requests], r"verdict: got None, need Keep\(\)"),
+    "a step of no number": (lambda requests: [Revise("1") for _ in requests], r"verdict: got Revise\(step='1'\)"),
+    "half a step": (lambda requests: [Revise(0.0) for _ in requests], r"verdict: got Revise\(step=0.0\)"),
+    "an outcome of ours": (lambda requests: [Keep("intervention") for _ in requests], r"verdict: got Keep\(reason="),
+    "too few": (lambda requests: [Keep()], r"verdicts: got 1, need \d, one a request"),
+    "no list": (lambda requests: None, r"verdicts: got None, need \d, one a request"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_answer_of_a_verifier_is_one_sentence(fault):
+    review, message = WRONG[fault]
+    plan = Intervene(verifier=Own(review), chunk=24, longest_chunk=24, steps=LINES)
+    with pytest.raises(ValueError, match=message):
+        engine().generate(PROMPTS, schedule=plan, sampling=GREEDY)
+    plan = Intervene(verifier=Own(lambda requests: [Revise(0) for _ in requests], lambda requests: None), steps=LINES)
+    with pytest.raises(ValueError, match=r"corrections: got None, need \d, one a request"):
+        engine().generate(PROMPTS, schedule=plan, sampling=GREEDY)
+
+
+def test_a_verifier_cannot_change_the_order_or_the_rows():
+    """Sorted in place, requests would take each other's verdicts; a dataset's row is what the reward sees later."""
+    plan = Intervene(verifier=Own(lambda requests: requests.sort()), chunk=6, steps=LINES)
+    with pytest.raises(AttributeError, match="sort"):
+        engine().generate(PROMPTS, schedule=plan, sampling=GREEDY)
+    rows = [{"prompt": p, "answer": "4"} for p in PROMPTS]
+    plan = Intervene(verifier=Own(lambda requests: [Keep() for r in requests if r.row.clear() is None]), steps=LINES)
+    assert any(r.reviews for r in engine().generate(PROMPTS, schedule=plan, sampling=GREEDY, rows=rows))
+    assert rows == [{"prompt": p, "answer": "4"} for p in PROMPTS]
+
+
+def test_a_step_may_be_numpys():
+    reviews = [
+        lambda prompt, accepted, new, one=one: Revise(one) if not accepted else Keep() for one in (np.int64(0), 0)
+    ]
+    found = [engine().generate(PROMPTS, schedule=schedule(r, lambda p, a, n: " 2\n"), sampling=GREEDY) for r in reviews]
+    assert same(*found) and any(r.interventions for r in found[0])
+
+
 BAD = {
     "verifier": (dict(verifier=None), "verifier: got None, need an object with review and correct"),
     "chunk": (dict(chunk=0), "chunk: got 0, need >= 1"),

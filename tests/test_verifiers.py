@@ -137,7 +137,7 @@ def test_functions_see_the_steps_and_the_columns_that_they_name():
 
 def test_a_function_that_returns_no_verdict_is_named():
     for wrong in ("KEEP", 2, True, Revise("1"), Revise(True), Revise(1.0)):
-        with pytest.raises(ValueError, match="verdict of the review function: got .*, need Keep"):
+        with pytest.raises(ValueError, match="verdict: got .*, need Keep"):
             FunctionVerifier(lambda p, a, n, w=wrong: w, len).review([ASKED])
     with pytest.raises(ValueError, match="parameter of a verifier's function: got 'gold', need one of the columns"):
         FunctionVerifier(lambda p, a, n, gold: None, len).review([ASKED])
