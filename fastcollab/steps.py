@@ -37,7 +37,8 @@ def code_fences(text: str) -> list[int]:
     """A fenced block is a step, whatever blank lines it holds (an open one reaches to the end); text around it splits
     at blank lines."""
     blocks = list(_FENCED.finditer(text))
-    outside = [at for at in blank_lines(text) if not any(m.start() < at <= m.end() for m in blocks)]
+    begins, ends = [m.start() for m in blocks], [-1, *(m.end() for m in blocks)]
+    outside = [at for at in blank_lines(text) if at > ends[bisect_left(begins, at)]]
     return sorted({*outside, *(m.start() for m in blocks), *(m.end() for m in blocks if m[2] is not None)})
 
 
@@ -99,8 +100,9 @@ class Steps:
 
     def written(self, ids: Sequence[int]) -> bytes:
         V = len(self.bytes)
-        require(all(0 <= i < V for i in ids), "ids", [i for i in ids if not 0 <= i < V][:8], f"in 0..{V - 1}")
-        return b"".join(self.bytes[i] for i in ids)
+        if len(ids) and not 0 <= min(ids) <= max(ids) < V:
+            raise ValueError(f"ids: got {[i for i in ids if not 0 <= i < V][:8]}, need in 0..{V - 1}")
+        return b"".join(map(self.bytes.__getitem__, ids))
 
     def text(self, ids: Sequence[int]) -> str:
         """What ``ids`` write; bytes that are no UTF-8 as U+FFFD."""
@@ -112,7 +114,7 @@ class Steps:
 
     def offsets(self, ids: Sequence[int]) -> list[int]:
         """Byte where each id begins, and where the last ends: [len(ids) + 1]."""
-        return list(accumulate((len(self.bytes[i]) for i in ids), initial=0))
+        return list(accumulate(map(len, map(self.bytes.__getitem__, ids)), initial=0))
 
     def split(self, ids: Sequence[int], start: int = 0) -> list[Step]:
         """Steps of the chunk ``ids[start:]``, at least one; what stands before it is context (a fence may be open).

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fastcollab import tiny
-from fastcollab.steps import Steps, blank_lines, code_fences
+from fastcollab.steps import _FENCED, Steps, blank_lines, code_fences
 
 PIECES = ["So x = 5.", "数学は", "é", "naïve ", "🙂🙃", " Then", "1+9", "\n", "\n\n", ".\n\nNext", " \n \n", "\t"]
 PIECES += ["  a", "```", "```py\n", "\r\n\r\n", "REVISE 2", "…\n\n数"]
@@ -247,3 +247,13 @@ def test_bad_input_is_named():
         with pytest.raises(ValueError, match=message):
             call()
     assert blank_lines("a\nb") == []
+
+
+def test_blank_lines_inside_fences_are_found_as_a_plain_loop_finds_them():
+    rng = random.Random(4)
+    for _ in range(3000):
+        text = "".join(rng.choices(["```", "~~~", "\n", "\n\n", "a", " ", "````", "py\n"], k=rng.randrange(30)))
+        blocks = list(_FENCED.finditer(text))
+        outside = {at for at in blank_lines(text) if not any(m.start() < at <= m.end() for m in blocks)}
+        edges = {m.start() for m in blocks} | {m.end() for m in blocks if m[2] is not None}
+        assert code_fences(text) == sorted(outside | edges)
