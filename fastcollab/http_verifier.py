@@ -100,11 +100,11 @@ class HTTPVerifier:
                 text = _completion(self._post(body))
             except HTTPError as error:
                 with error:
-                    said = error.read(300).decode("utf-8", "replace")
-                if error.code not in (408, 429) and error.code < 500:
-                    raise VerifierError(f"{self.url}: got status {error.code} ({said}), need a completion") from error
+                    if error.code not in (408, 429) and error.code < 500:
+                        got = f"status {error.code} ({_start(error)})"
+                        raise VerifierError(f"{self.url}: got {got}, need a completion") from error
                 after = error.headers.get("Retry-After", "")
-                wait = min(float(after), LONGEST_WAIT) if after.isdigit() else wait
+                wait = min(float(after), LONGEST_WAIT) if after.isdecimal() else wait
             except (OSError, HTTPException) as error:  # URLError is an OSError, so are time-outs and lost connections
                 if isinstance(getattr(error, "reason", error), TimeoutError):
                     self._count("timeouts")
@@ -132,6 +132,14 @@ class HTTPVerifier:
     def _count(self, name: str) -> None:
         with self._lock:
             self.counts[name] += 1
+
+
+def _start(error: HTTPError) -> str:
+    """How the body of a refusal begins, as far as it comes."""
+    try:
+        return error.read(300).decode("utf-8", "replace")
+    except (OSError, HTTPException):
+        return ""
 
 
 def _completion(answer: bytes) -> str:

@@ -317,6 +317,16 @@ def test_failures_are_retried(failure):
         assert verifier.correct(rows(1)) == [None] and verifier.counts["unanswered"] == 3
 
 
+def test_the_body_of_a_failure_is_not_waited_for():
+    """It was read outside the retries: a time-out there ended the run."""
+    stalled = (503, b"xx", {"Retry-After": "\xb2"}, [9])  # a byte, then nothing; a wait that no one can read
+    with endpoint(lambda n, body: stalled if n < 1 else says("KEEP"), timeout=0.3) as verifier:
+        assert verifier.review(rows(1)) == [Keep()] and verifier.counts == {"calls": 1, "retries": 1}
+    with endpoint(lambda n, body: (401, b"xx", {}, [9]), timeout=0.3) as verifier:
+        with pytest.raises(VerifierError, match="got status 401 .*, need a completion"):
+            verifier.review(rows(1))
+
+
 def test_retries_wait_longer_each_time_or_as_long_as_they_are_told():
     def times(**options):
         seen = []
