@@ -276,21 +276,23 @@ class Engine:
         mass = {row: [] for row in seated} if sampling.truncates else None
         stops = StopStrings(sampling.stop, lambda ids: decode(self.tokenizer, ids, False)) if sampling.stop else None
         asked = {row: seat.schedule for row, seat in seated.items() if isinstance(seat.schedule, Call)}
-        open_reviews = False
+        open_reviews = stuck = False
         while scheduler.unfinished() or open_reviews:
             if asked:
                 self._ask(asked)
             for each in reviews:
                 each.look()
             if reviews:
-                open_reviews = any([each.move(idle=not scheduler.next_models()) for each in reviews])
+                idle = stuck or not scheduler.next_models()
+                open_reviews, stuck = any([each.move(idle) for each in reviews]), False
             for m in scheduler.next_models():
                 plan = scheduler.plan(m)
                 if len(plan.rows):
                     break
             else:
                 if reviews and (open_reviews or not scheduler.next_models()):
-                    continue  # verdicts are out, or the last have just come
+                    stuck = True
+                    continue  # verdicts are out, or the last have just come; rows that wait hold the blocks
                 raise RuntimeError("engine: no row can move; this is a bug, please report it")
             law = None if allowed is None else self._only(plan, seated, allowed)
             ids, logprob, kept = (t.numpy() for t in self._forward(m, plan, sampler, law))

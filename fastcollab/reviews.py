@@ -87,7 +87,7 @@ class Reviews:
 
     def close(self) -> None:
         if self.worker is not None:
-            self.worker.shutdown(cancel_futures=True)
+            self.worker.shutdown(wait=False, cancel_futures=True)  # a verdict is out only where an error ends the call
 
     # -- parts
 

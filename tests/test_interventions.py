@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import sys
 import threading
 import time
 
@@ -230,9 +233,64 @@ def test_other_rows_go_on_while_a_remote_verifier_thinks():
 
     settings = dict(chunk=6, longest_chunk=24, max_tokens=12, reserve=2, steps=LINES, leaks=lambda text, row: False)
     slow = Slow()
-    far = engine().generate(PROMPTS, schedule=Intervene(verifier=slow, **settings), sampling=GREEDY)
+    remote = engine().generate(PROMPTS, schedule=Intervene(verifier=slow, **settings), sampling=GREEDY)
     near = engine().generate(PROMPTS, schedule=schedule(once(0), lambda p, a, n: " 2 + 2 = 4\n"), sampling=GREEDY)
-    assert same(far, near) and here not in slow.threads
+    assert same(remote, near) and here not in slow.threads
+
+
+class Own:
+    """A verifier of a user's own: ``review`` and ``correct`` of all requests at once."""
+
+    def __init__(self, review, correct=lambda requests: [" 2 + 2 = 4\n" for _ in requests]):
+        self.review, self.correct = review, correct
+
+
+def far(review):
+    verifier = Own(review)
+    verifier.remote = True
+    return verifier
+
+
+@both
+def test_where_those_that_wait_hold_all_blocks_the_verdict_is_waited_for(scheduler):
+    """It was polled for: 300,000 plans in the five seconds of five verdicts."""
+
+    def review(requests):
+        time.sleep(0.05)
+        return [Keep() for _ in requests]
+
+    sampling, plans = fc.SamplingParams(max_new_tokens=48), []
+    small = engine(scheduler, kv_memory="240KiB")
+    real = small.scheduler
+
+    class Counting:
+        def __getattr__(self, name):
+            if name == "plan":
+                plans.append(1)
+            return getattr(real, name)
+
+    small.scheduler = Counting()
+    plan = Intervene(verifier=far(review), chunk=12, longest_chunk=12, max_reviews=2, steps=LINES)
+    found = small.generate(PROMPTS, n=2, schedule=plan, sampling=sampling, seed=1)
+    assert small.stats()["preemptions"] > 0 and len(plans) < 500
+    assert same(found, engine(scheduler).generate(PROMPTS, n=2, sampling=sampling, seed=1))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_an_interrupt_does_not_wait_for_a_verdict():
+    asked, answer = threading.Event(), threading.Event()
+
+    def review(requests):
+        asked.set()
+        answer.wait(20)
+        return [Keep() for _ in requests]
+
+    threading.Thread(target=lambda: asked.wait() and os.kill(os.getpid(), signal.SIGINT)).start()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        engine().generate(PROMPTS, schedule=Intervene(verifier=far(review), chunk=6, steps=LINES), sampling=GREEDY)
+    assert time.monotonic() - begun < 10
+    answer.set()
 
 
 def test_an_error_of_the_verifier_surfaces_and_the_engine_lives_on():
@@ -244,13 +302,6 @@ def test_an_error_of_the_verifier_surfaces_and_the_engine_lives_on():
     with pytest.raises(RuntimeError, match="the verifier's own"):
         e.generate(PROMPTS, schedule=schedule(review), sampling=GREEDY)
     assert same(e.generate(PROMPTS, sampling=GREEDY), engine().generate(PROMPTS, sampling=GREEDY))
-
-
-class Own:
-    """A verifier of a user's own: ``review`` and ``correct`` of all requests at once."""
-
-    def __init__(self, review, correct=lambda requests: [" 2 + 2 = 4\n" for _ in requests]):
-        self.review, self.correct = review, correct
 
 
 WRONG = {

@@ -305,6 +305,15 @@ def test_a_local_model_verifies(tmp_path, source):
     assert verifier.correct(requests) == said
 
 
+def test_a_users_verifier_may_have_an_engine_that_is_none_of_ours(tmp_path):
+    verifier = FunctionVerifier(review, correct)
+    verifier.engine = "gpt-4"
+    t = trainer(tmp_path, verifier=verifier)
+    *_, row = batch(t)
+    t.method.forget()
+    assert "mintrl/reviews" in row and "mintrl/verifier_tokens_per_token" not in row
+
+
 def test_the_trained_module_is_no_verifier_under_another_name(tmp_path):
     """It would lose its frozen parts, a LoRA's whole base: "policy" and "base" say which weights are meant."""
     peft = pytest.importorskip("peft")

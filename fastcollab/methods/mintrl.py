@@ -83,6 +83,12 @@ class MInTRL(Method):
             kv_memory=parse_memory(args.kv_memory) // 2, block_size=args.block_size, token_budget=args.token_budget,
         )  # fmt: skip
 
+    @property
+    def reader(self) -> Engine | None:
+        """The verifier's engine, if it has one; a user's verifier may call anything else by that name."""
+        engine = getattr(self.verifier, "engine", None)
+        return engine if isinstance(engine, Engine) else None
+
     # -- rollouts
 
     def plan(self) -> Intervene:
@@ -99,9 +105,8 @@ class MInTRL(Method):
         if step >= self.args.intervention_updates:
             self.verifier = None  # its memory is free from here on (6.26)
             return self.schedule
-        stats = getattr(self.verifier, "engine", None)
-        if stats is not None:
-            stats.reset_stats()
+        if self.reader is not None:
+            self.reader.reset_stats()
         G, K = self.args.num_generations, self.args.num_controls
         return [self.schedule] * K + [self.plan()] * (G - K)
 
@@ -172,8 +177,8 @@ class MInTRL(Method):
         arm = [self.reviewed(r) for r in rollouts]
         row = outcome_metrics(rollouts, rewards, arm)
         if any(arm):
-            engine, chosen = getattr(self.verifier, "engine", None), [r for r in rollouts if self.reviewed(r)]
-            row |= review_metrics(chosen, None if engine is None else engine.stats()["tokens"])
+            chosen = [r for r in rollouts if self.reviewed(r)]
+            row |= review_metrics(chosen, None if self.reader is None else self.reader.stats()["tokens"])
             external = sum(len(i.inserted) for r in chosen for i in r.interventions)
             row["external_share_batch"] = share(external, sum(len(r.ids) for r in rollouts))
             row |= {"max_reviews": self.steering.reviews, "max_correction_tokens": self.steering.tokens}
@@ -181,9 +186,8 @@ class MInTRL(Method):
         return named(row)
 
     def forget(self) -> None:
-        engine = getattr(self.verifier, "engine", None)
-        if engine is not None:
-            engine.forget()
+        if self.reader is not None:
+            self.reader.forget()
 
     def state_dict(self) -> dict[str, Any]:
         return {"kappa": self.kappa, "steering": self.steering.state_dict()}
