@@ -150,7 +150,7 @@ class Trainer:
 
     def rewards(self, rollouts: Sequence[Rollout], rows: Sequence[dict] | None = None) -> tuple[np.ndarray, dict]:
         """Rewards [N] (NaN: every function abstained) and their metrics; ``rows[r.group]`` belongs to rollout r."""
-        rows = self.batch_rows if rows is None else rows
+        is_batch, rows = rows is None, self.batch_rows if rows is None else rows
         rows = [rows[r.group] for r in rollouts]
         scores = self.score_funcs(
             [row["prompt"] for row in rows],
@@ -161,7 +161,8 @@ class Trainer:
             interventions=[r.interventions for r in rollouts],
             trainer_state=self.callbacks.state,
         )
-        self.extra = scores.extra
+        if is_batch:  # what is logged beside the batch's completions, after an evaluation too
+            self.extra = scores.extra
         return scores.rewards.numpy(), scores.metrics
 
     def items(self, rollouts: Sequence[Rollout], rewards: np.ndarray, advantage: torch.Tensor) -> list[Item]:

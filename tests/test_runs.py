@@ -246,3 +246,17 @@ def test_completions_and_extra_columns_are_logged(tmp_path):
         assert sum(n for *_, n in line["authors"]) == len(line["completion"]) and "interventions" not in line
         assert {writer for writer, *_ in line["authors"]} <= {"senior", "junior"}
     assert all("longest" in r and 0 < r["entropy"] < math.log(VOCAB) + 1e-6 for r in rows)
+
+
+def test_what_is_logged_of_a_batch_outlives_an_evaluation(tmp_path):
+    """A batch of two steps with an evaluation after the first: the second row's extras are still the batch's."""
+
+    def scored(completions, log_extra, **kwargs):
+        log_extra("length", [len(c) for c in completions])
+        return [float(len(c) % 2) for c in completions]
+
+    args = config(fc.GRPOConfig, tmp_path, max_steps=2, prompts_per_step=2, steps_per_generation=2, eval_steps=1,
+                  logging_steps=1, log_completions=True)  # fmt: skip
+    fc.train("grpo", {"policy": tiny_model("qwen3")}, ROWS, scored, args, eval_dataset=ROWS[:1])
+    rows = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * 16 and all(row["length"] == len(row["completion"]) for row in rows)
