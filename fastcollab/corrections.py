@@ -78,7 +78,8 @@ class CorrectionRules:
         ids = self._from_text(raw, kept) if isinstance(raw, str) else self._from_ids(raw, kept)
         if ids is None:
             return Correction((), str(raw), "encoding")
-        ids = self._within_limit(ids)
+        ends = (n for n, i in enumerate(ids) if i in self.stop_ids)  # one that is no special token has a text (6.9)
+        ids = self._within_limit(ids[: next(ends, len(ids))])
         text = self.steps.text(ids)
         reason = None
         if not text.strip() or self._repeats(ids, text, dropped):  # 6.8

@@ -106,6 +106,16 @@ def test_special_ids_are_stripped():
     assert list(rules(stop_ids=(stop,))([*body, stop, *body], KEPT, [], ROOM).ids) == body
 
 
+def test_an_eos_that_writes_text_is_stripped_too():
+    """6.9: generation configs name ordinary ids as EOS (``eos_token_id: [2, 13]``); a text that holds one ended the
+    answer, in the verifier's name."""
+    encoded = byte_bpe().encode("Then y = 1+9.\n\nSo")
+    stop = encoded[-1]
+    done = rules(stop_ids=(stop,))("Then y = 1+9.\n\nSo", KEPT, [], ROOM)
+    assert encoded.count(stop) == 1 and list(done.ids) == encoded[:-1] and done.reason is None
+    assert rules(stop_ids=(encoded[0],))("Then y = 1+9.\n\nSo", KEPT, [], ROOM).reason == "noop"
+
+
 def test_answers_given_away():
     """6.10, by default a box with the row's answer, in any form; or the user's own function."""
     row = {"answer": "1/2"}
