@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
+
 from fastcollab.config import SamplingParams, require
 from fastcollab.engine import Engine
-from fastcollab.verifiers import Request, Template, Verdict, next_ids, settle, verdict_choices
+from fastcollab.tokens import encode_prompt
+from fastcollab.types import Rollout
+from fastcollab.verifiers import Keep, Request, Template, Verdict, next_ids, settle, verdict_choices
 
 Choices = Mapping[tuple[int, ...], Verdict]  # every verdict that may be given, by the ids that say it
 
@@ -17,7 +22,8 @@ class ModelVerifier:
 
     A verdict is written greedily among ``choices(request)`` (default: KEEP and REVISE <n>), so that none is malformed.
     A correction is written greedily, ``max_tokens`` + 1 ids at most. Each is a prompt that begins with the draft as it
-    was shown before, so its KV is found in the cache and only what is new is read.
+    was shown before, so its KV is found in the cache and only what is new is read. A draft too long for the model or
+    its KV pool has no verdict, Keep("malformed"), and no correction; a warning tells of the first.
     """
 
     def __init__(
@@ -38,6 +44,11 @@ class ModelVerifier:
         require(self.end_id is not None, "eos_token_id", None, "one, which ends a verdict")
         self.template, self.max_tokens = template or Template(), max_tokens
         self.chat_template_kwargs = chat_template_kwargs
+        longest, blocks = self.engine.models["verifier"].max_length, self.engine.num_blocks[0]
+        self.room = min(
+            blocks * self.engine.block_size, longest or 1 << 62
+        )  # ids that a prompt and its answer may have
+        self._warned = False
         self.choices = choices or (lambda request: verdict_choices(tokenizer, request, self.end_id))
 
     def review(self, requests: Sequence[Request]) -> list[Verdict]:
@@ -45,18 +56,40 @@ class ModelVerifier:
         longest = max(len(ids) for found in choices for ids in found)
         prompts = [self._prompt(self.template.verdict_messages(request)) for request in requests]
         said = self._write(prompts, longest, lambda group, ids: next_ids(choices[group], ids))
-        return [settle(found[tuple(r.ids)], q) for found, r, q in zip(choices, said, requests, strict=True)]
+        given = [
+            Keep("malformed") if r is None else found[tuple(r.ids)] for found, r in zip(choices, said, strict=True)
+        ]
+        return [settle(verdict, request) for verdict, request in zip(given, requests, strict=True)]
 
-    def correct(self, requests: Sequence[Request]) -> list[str]:
+    def correct(self, requests: Sequence[Request]) -> list[str | None]:
         prompts = [self._prompt(self.template.fix_messages(request)) for request in requests]
-        return [rollout.text for rollout in self._write(prompts, self.max_tokens + 1)]
+        return [None if r is None else r.text for r in self._write(prompts, self.max_tokens + 1)]
 
-    def _prompt(self, messages: list[dict[str, str]]) -> Any:
-        """The messages, or their text where the tokenizer has no chat template."""
-        if getattr(self.engine.tokenizer, "chat_template", None):
-            return messages
-        return "\n\n".join(message["content"] for message in messages) + "\n"
+    def _prompt(self, messages: list[dict[str, str]]) -> list[int]:
+        """Ids of the messages, or of their text where the tokenizer has no chat template."""
+        tokenizer, kwargs = self.engine.tokenizer, self.chat_template_kwargs
+        text = "\n\n".join(message["content"] for message in messages)
+        if not getattr(tokenizer, "chat_template", None):
+            return encode_prompt(tokenizer, text + "\n", 0)
+        try:
+            return encode_prompt(tokenizer, messages, 0, kwargs)
+        except TemplateError:  # "System role not supported", as some say
+            return encode_prompt(tokenizer, [{"role": "user", "content": text}], 0, kwargs)
 
-    def _write(self, prompts: list[Any], n: int, allowed: Callable | None = None) -> list[Any]:
-        sampling, kwargs = SamplingParams(temperature=0.0, max_new_tokens=n), self.chat_template_kwargs
-        return self.engine.generate(prompts, sampling=sampling, chat_template_kwargs=kwargs, allowed=allowed)
+    def _write(self, prompts: list[list[int]], n: int, allowed: Callable | None = None) -> list[Rollout | None]:
+        """At most ``n`` ids behind each prompt; None for a prompt that leaves no room for them."""
+        fits = [i for i, ids in enumerate(prompts) if len(ids) + n <= self.room]
+        if len(fits) < len(prompts) and not self._warned:
+            self._warned = True
+            longest = max(map(len, prompts))
+            message = f"verifier: got a draft of {longest} ids, need <= {self.room - n}: such drafts stay unreviewed"
+            warnings.warn(message, stacklevel=2)
+        if not fits:
+            return [None] * len(prompts)
+        made = self.engine.generate(
+            [prompts[i] for i in fits],
+            sampling=SamplingParams(temperature=0.0, max_new_tokens=n),
+            allowed=None if allowed is None else lambda group, ids: allowed(fits[group], ids),
+        )
+        found = dict(zip(fits, made, strict=True))
+        return [found.get(i) for i in range(len(prompts))]

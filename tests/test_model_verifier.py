@@ -18,7 +18,7 @@ LINES = re.compile("\n")
 
 def verifier(**changes):
     """The tiny senior, which can't write KEEP: a digit says it, 0 to keep and n to revise step n - 1."""
-    made = ModelVerifier(fc.tiny.senior(), kv_memory="16MiB", block_size=4, **changes)
+    made = ModelVerifier(fc.tiny.senior(), **{"kv_memory": "16MiB", "block_size": 4} | changes)
     digit = [made.engine.tokenizer.convert_tokens_to_ids(str(n)) for n in range(10)]
 
     def choices(request):
@@ -104,3 +104,35 @@ def test_allowed_ids_bound_every_draw():
         assert r.logprob[4] == pytest.approx(0.0, abs=1e-6)
     with pytest.raises(ValueError, match="allowed ids of prompt 0: got \\[\\], need at least one"):
         engine.generate(PROMPTS[:1], allowed=lambda group, ids: [])
+
+
+def test_a_draft_that_does_not_fit_stays_unreviewed():
+    """It raised, hours into a run, and again at each resume; a verdict that no longer fitted was a KeyError."""
+    for changes in (dict(kv_memory="200KiB"), {}):
+        made, choices = verifier(**changes)
+        room = made.room
+        if not changes:
+            assert room == made.engine.models["verifier"].max_length
+        size = len(made._prompt(made.template.verdict_messages(REQUESTS[0])))
+        for more in range(room - size - 4, room - size + 4):
+            long = Request(PROMPTS[0], ("\n" + "1" * more,), REQUESTS[0].new)
+            fits = len(made._prompt(made.template.verdict_messages(long))) + 2 <= room
+            made._warned = True
+            assert (made.review([long, REQUESTS[0]])[0] == Keep("malformed")) == (not fits)
+            assert made.review([long, REQUESTS[0]])[1] == made.review(REQUESTS[:1])[0]
+        made._warned, long = False, Request(PROMPTS[0], ("\n" + "1" * room,), REQUESTS[0].new)
+        with pytest.warns(UserWarning, match="verifier: got a draft of .* ids, need <= "):
+            assert made.review([long]) == [Keep("malformed")] and made.correct([long]) == [None]
+
+
+def test_a_chat_template_without_a_system_role():
+    made, _ = verifier()
+    made.engine.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}"
+        "{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
+    system, user = (m["content"] for m in made.template.verdict_messages(REQUESTS[0]))
+    assert made.engine.tokenizer.decode(made._prompt(made.template.verdict_messages(REQUESTS[0]))) == (
+        made.engine.tokenizer.decode(made.engine.tokenizer(f"user: {system}\n\n{user}\n")["input_ids"])
+    )
+    assert made.review(REQUESTS[:1])
