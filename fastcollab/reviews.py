@@ -96,10 +96,12 @@ class Reviews:
         draft, s = self.drafts[i], self.schedule
         if len(draft.reviews) >= s.max_reviews or len(draft.interventions) >= s.max_interventions:
             return None
-        ids = self.scheduler.view(i)[1].tolist()
+        ids = self.scheduler.view(i)[1]
         new = len(ids) - draft.settled
-        whole = new >= s.chunk and (self.steps.ends_step(ids) or new >= s.longest_chunk)
-        if new == 0 or not (ended or whole):
+        if new == 0 or new < s.chunk and not ended:
+            return None
+        ids = ids.tolist()
+        if not (ended or new >= s.longest_chunk or self.steps.ends_step(ids)):
             return None
         found = self.steps.split(ids, draft.settled)
         texts, starts = tuple(step.text for step in found), draft.starts + tuple(step.start for step in found)
