@@ -257,3 +257,14 @@ def test_blank_lines_inside_fences_are_found_as_a_plain_loop_finds_them():
         outside = {at for at in blank_lines(text) if not any(m.start() < at <= m.end() for m in blocks)}
         edges = {m.start() for m in blocks} | {m.end() for m in blocks if m[2] is not None}
         assert code_fences(text) == sorted(outside | edges)
+
+
+def test_a_vocabulary_is_read_once_until_it_changes():
+    """An Intervene for each call of generate made it 1 s a call with 150,000 ids."""
+    tokenizer = byte_bpe.__wrapped__(seed=5)
+    first = Steps(tokenizer).bytes
+    assert Steps(tokenizer, "code").bytes is first and Steps(byte_bpe()).bytes is not first
+    tokenizer.add_tokens(["<new>"])
+    assert Steps(tokenizer).bytes == [*first, b"<new>"]
+    tokenizer.add_special_tokens({"pad_token": "<new>"})
+    assert Steps(tokenizer).bytes == [*first, b""]
