@@ -326,7 +326,7 @@ class MInTRLConfig(TrainConfig):
     length_norm: str | None = None  # divides the squared residual: None | seq (by the rollout's tokens) | max
     baseline: str = "mean"  # mean | loo | soft
     intervention_updates: int = 200  # optimiser steps with reviewed rollouts; then all rollouts are controls
-    skip_flat: bool = False  # leave out rollouts whose advantage is 0, which are mere regularisation
+    skip_flat: bool = False  # leave out rollouts whose advantage is 0: regularisation, and with const anchors the bonus
 
     chunk: int = 64
     longest_chunk: int = 256
@@ -366,8 +366,9 @@ class MInTRLConfig(TrainConfig):
         need = "none of them for method 'mintrl': no ratio is clipped"
         require(unclipped, "epsilon_high, delta, importance_sampling_level", "other settings", need)
         require(self.intervention_updates >= 0, "intervention_updates", self.intervention_updates, ">= 0")
+        require(self.logprob_floor < 0, "logprob_floor", self.logprob_floor, "< 0: no log-prob lies above 0")
         per_batch = self.num_iterations * self.steps_per_generation
-        whole = self.intervention_updates % per_batch == 0
+        whole = K == G or self.intervention_updates % per_batch == 0
         need = f"a multiple of {per_batch}, the optimiser steps of one rollout batch"
         require(whole, "intervention_updates", self.intervention_updates, need)
         band = self.external_share

@@ -44,3 +44,4 @@ class Steering:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in self.state_dict():
             setattr(self, name, int(state[name]))
+        self.reviews, self.tokens = min(self.reviews, self.most[0]), min(self.tokens, self.most[1])  # new settings

@@ -343,6 +343,7 @@ BAD = {
     "loss": (dict(loss_type="dapo"), "loss_type: got 'dapo', need regression"),
     "band": (dict(external_share=(0.4, 0.2)), "external_share: got \\(0.4, 0.2\\), need None or two shares"),
     "phase": (dict(intervention_updates=3, num_iterations=2), "intervention_updates: got 3, need a multiple of 2"),
+    "floor": (dict(logprob_floor=1.0), "logprob_floor: got 1.0, need < 0"),
     "chunk": (dict(chunk=0), "chunk: got 0, need >= 1"),
     "truncated law": (dict(top_k=3), "top_k, top_p, min_p: got .*, need 0, 1, 0"),
 }
@@ -353,6 +354,10 @@ def test_bad_settings_are_one_sentence(tmp_path, fault):
     changes, message = BAD[fault]
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, **changes)
+
+
+def test_pmd_mean_has_no_phase_to_check():
+    assert not fc.MInTRLConfig(num_generations=8, num_controls=8, num_iterations=3).intervenes
 
 
 def test_roles_are_checked(tmp_path):

@@ -56,3 +56,9 @@ def test_state_goes_on_where_it_stood():
     fed(a, 0.06, PATIENCE + 2)
     b.load_state_dict(a.state_dict())
     assert fed(a, 0.06, 2) == fed(b, 0.06, 2) == (8, 8)
+
+
+def test_a_resumed_run_with_smaller_settings_keeps_to_them():
+    smaller = Steering(2, 4, (0.02, 0.04))
+    smaller.load_state_dict(Steering(8, 32, (0.02, 0.04)).state_dict())
+    assert (smaller.reviews, smaller.tokens) == (2, 4)
