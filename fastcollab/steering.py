@@ -8,13 +8,15 @@ from typing import Any
 from fastcollab.config import require
 
 PATIENCE = 4  # batches that a share is measured over before a knob is turned
+LEAST = 8  # tokens of a correction that still says something
 
 
 class Steering:
     """``reviews`` (R) and ``tokens`` (H) are at first, and at most, what the settings say.
 
     Over the last PATIENCE batches the share is pooled; outside ``band`` H is scaled towards the band's middle, and
-    where H has reached a bound (1 or its setting) R moves by one. No single rollout is cut to force the share.
+    where H has reached a bound (LEAST or its setting) R moves by one; H goes below LEAST only with one review left. No
+    single rollout is cut to force the share.
     """
 
     def __init__(self, reviews: int, tokens: int, band: Sequence[float] | None) -> None:
@@ -34,7 +36,7 @@ class Steering:
             return
         middle, tokens = (low + high) / 2, self.tokens
         wanted = self.most[1] if not share else round(self.tokens * min(2.0, max(0.5, middle / share)))
-        self.tokens = min(self.most[1], max(1, wanted))
+        self.tokens = min(self.most[1], max(LEAST if self.reviews > 1 else 1, wanted))
         if self.tokens == tokens:
             self.reviews = min(self.most[0], max(1, self.reviews + (1 if share < low else -1)))
 
