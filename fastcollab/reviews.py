@@ -1,8 +1,9 @@
 """Reviews: which rows of a batch wait for a verifier, and what its verdicts make of them (mintrl 2.2, 5, 6).
 
-A row stops at the end of a chunk and holds its place in the batch; the others go on. Verdicts are asked for all that
-wait at once. Keep: the row goes on. Revise: both its text and its KV are cut at the step, the correction is appended,
-and the row goes on with fresh random numbers.
+A row stops at the end of a chunk and holds its place in the batch; the others go on. Verdicts are asked for many rows
+at once: when those that wait are a part of those that may, or nothing else can be written. Keep: the row goes on.
+Revise: both its text and its KV are cut at the step, the correction is appended, and the row goes on with fresh random
+numbers.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fastcollab.types import Intervention, Review
 from fastcollab.verifiers import Request, Revise, settle
 
 POLICY, VERIFIER = 0, 1  # authors
+PART = 4  # a verifier that is not remote stops the batch: it is asked when one in PART of the open rows waits
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Reviews:
         self.schedule, self.scheduler, self.steps, self.drafts, self.limits = schedule, scheduler, steps, drafts, limits
         self.rules = CorrectionRules(steps, schedule.max_tokens, schedule.reserve, schedule.leaks, tuple(stop_ids))
         self.stop_ids = set(stop_ids)
+        self.open = set(drafts)  # rows that may be reviewed yet
         self.waiting: dict[int, Request] = {}
         self.asked: dict[int, Request] = {}
         self.worker = ThreadPoolExecutor(1) if getattr(schedule.verifier, "remote", False) else None
@@ -70,10 +73,13 @@ class Reviews:
             ids = self.scheduler.view(i)[1] if i in self.drafts else ()
             if len(ids) and int(ids[-1]) in self.stop_ids and (request := self._due(i, ended=True)) is not None:
                 self.waiting[i] = request
+            else:
+                self.open.discard(i)
 
     def move(self, idle: bool) -> bool:
         """Ask for verdicts and apply those that came; ``idle``: no row can be written on. True while any is open."""
-        if self.waiting and not self.asked:
+        enough = idle or self.worker is not None or PART * len(self.waiting) >= len(self.open)
+        if self.waiting and not self.asked and enough:
             self.asked, self.waiting = self.waiting, {}
             requests = list(self.asked.values())
             if self.worker is not None:
@@ -95,6 +101,7 @@ class Reviews:
         """The review of row ``i`` if its chunk is complete and reviews are left."""
         draft, s = self.drafts[i], self.schedule
         if len(draft.reviews) >= s.max_reviews or len(draft.interventions) >= s.max_interventions:
+            self.open.discard(i)
             return None
         ids = self.scheduler.view(i)[1]
         new = len(ids) - draft.settled
@@ -138,7 +145,9 @@ class Reviews:
         ids = self.scheduler.view(i)[1].tolist()
         draft.starts += tuple(step.start for step in self.steps.split(ids, draft.settled))
         draft.accepted, draft.fixed, draft.settled = draft.accepted + request.new, False, len(ids)
-        if not request.ended:
+        if request.ended:
+            self.open.discard(i)
+        else:
             self.scheduler.set_author(i, POLICY)
 
     def _revise(self, i: int, draft: Draft, request: Request, step: int, raw: Any) -> str | None:
