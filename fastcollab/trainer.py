@@ -84,7 +84,7 @@ class Trainer:
         memory = parse_memory(args.kv_memory) // self.method.engines(models)
         self.engine = Engine(self.models, processing_class, args.device, memory, args.block_size, args.token_budget)
         self._freeze()
-        self.method.begin(models, self.policy, self.engine)
+        self.method.begin(models, self.policy, self.engine, tuple(self.rows[0]))
         self.cursor = Cursor(len(self.rows), args.prompts_per_step * args.steps_per_generation, args.seed, args.shuffle)
         self.total_steps = self._total_steps()
         self.learner = Learner(self.policy, self.engine.vocab_size, args, self.total_steps)
@@ -102,9 +102,15 @@ class Trainer:
             self.resume(log.checkpoint)
         with log:
             while self.step < self.total_steps and not self.callbacks.stop:
-                started, first = perf_counter(), self.step
-                rollouts = self.rollouts()
-                rewards, row = self.rewards(rollouts)
+                started, first, cursor = perf_counter(), self.step, self.cursor.state_dict()
+                try:
+                    rollouts = self.rollouts()
+                    rewards, row = self.rewards(rollouts)
+                except Exception:  # a reward, a verifier: what was learnt so far is kept, the batch comes again
+                    self.cursor.load_state_dict(cursor)
+                    if args.save_steps and self.step:
+                        self.checkpoint()
+                    raise
                 advantage, more = self.method.advantages(rewards, rollouts)
                 row |= {"reward": None} | more | self.describe(rollouts) | self.method.metrics(rollouts, rewards)
                 items, more = self.method.anchored(self.items(rollouts, rewards, advantage))

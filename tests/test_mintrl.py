@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 import weakref
@@ -358,6 +359,13 @@ def test_bad_settings_are_one_sentence(tmp_path, fault):
 
 def test_pmd_mean_has_no_phase_to_check():
     assert not fc.MInTRLConfig(num_generations=8, num_controls=8, num_iterations=3).intervenes
+
+
+def test_without_answers_leaks_are_told_to_be_unseen(tmp_path):
+    args = dataclasses.replace(trainer(tmp_path).args, leaks=None)
+    models = {"policy": fc.tiny.senior(), "verifier": FunctionVerifier(review, correct)}
+    with pytest.warns(UserWarning, match="leaks: got None and columns \\['prompt'\\], need a column 'answer'"):
+        Trainer("mintrl", models, [{"prompt": "add 12 + 30 :"}] * 3, reward, args, None, None, None, ())
 
 
 def test_roles_are_checked(tmp_path):

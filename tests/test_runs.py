@@ -145,6 +145,31 @@ def test_resume_is_bitwise(tmp_path, lora):
     assert [p.name for p in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-4"]
 
 
+def test_a_failing_reward_or_verifier_loses_nothing(tmp_path):
+    """The updates before it are saved; resumed, the run is the one that never failed."""
+
+    def run(folder, fails=(), resume=False):
+        calls = []
+
+        def shaky(**kwargs):
+            calls.append(1)
+            if len(calls) in fails:
+                raise ConnectionError("the judge is down")
+            return reward(**kwargs)
+
+        args = trainer(tmp_path / folder, max_steps=4, save_steps=3, learning_rate=1e-2).args
+        return fc.train("tandem", pair(), ROWS, shaky, args, resume_from_checkpoint=resume)
+
+    whole = run("whole")
+    with pytest.raises(RuntimeError, match="the judge is down"):
+        run("cut", fails=(3,))
+    assert [p.name for p in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert equal(weights(run("cut", resume=True).models["senior"]), weights(whole.models["senior"]))
+    with pytest.raises(RuntimeError):
+        run("at once", fails=(1,))
+    assert not list((tmp_path / "at once").glob("checkpoint-*"))
+
+
 def test_one_module_in_two_roles_is_refused(tmp_path):
     model = tiny_model("qwen3")
     with pytest.raises(ValueError, match="models: got one module as 'senior' and 'junior', need two, or 'base'"):

@@ -31,8 +31,8 @@ class Method:
         """Number of engines that share ``args.kv_memory``."""
         return 1
 
-    def begin(self, models: Mapping[str, Any], policy: Model, engine: Engine) -> None:
-        """Called once with all roles as the user gave them, before any update."""
+    def begin(self, models: Mapping[str, Any], policy: Model, engine: Engine, columns: Sequence[str]) -> None:
+        """Called once with all roles as the user gave them and the dataset's columns, before any update."""
 
     # -- rollouts
 

@@ -55,9 +55,12 @@ class MInTRL(Method):
     def engines(self, models: Mapping[str, Any]) -> int:
         return 1 + (self.args.intervenes and not _verifies(models[VERIFIER]))
 
-    def begin(self, models: Mapping[str, Any], policy: Model, engine: Engine) -> None:
+    def begin(self, models: Mapping[str, Any], policy: Model, engine: Engine, columns: Sequence[str]) -> None:
         if not self.args.intervenes:
             return
+        if self.args.leaks is None and "answer" not in columns:
+            message = f"leaks: got None and columns {list(columns)}, need a column 'answer' or a function to find leaks"
+            warnings.warn(message, stacklevel=2)
         require(engine.tokenizer is not None, "processing_class", None, "a tokenizer: a verifier reads text")
         self.steps = self.args.steps if isinstance(self.args.steps, Steps) else Steps(engine.tokenizer, self.args.steps)
         self.verifier = self._verifier(models[VERIFIER], policy, engine)
@@ -80,7 +83,7 @@ class MInTRL(Method):
         return ModelVerifier(
             source, source.tokenizer or engine.tokenizer, args.template,
             args.max_correction_tokens, chat_template_kwargs=args.chat_template_kwargs, device=args.device,
-            kv_memory=parse_memory(args.kv_memory) // 2, block_size=args.block_size, token_budget=args.token_budget,
+            kv_memory=parse_memory(args.kv_memory) // 2, token_budget=args.token_budget,
         )  # fmt: skip
 
     @property
@@ -150,10 +153,9 @@ class MInTRL(Method):
     def _effective(self, items, old, foreign, anchor) -> dict[str, float | None]:
         """What the first step pushes by, of the rollouts that were corrected (spec 2.5, 3.9)."""
         A = np.array([i.advantage for i in items])
-        bonus = np.array(
-            [self.args.beta * float((a - lp)[f].sum()) for a, lp, f in zip(anchor, old, foreign, strict=True)]
-        )
-        fixed, effective = np.array([f.any() for f in foreign]), A + bonus
+        fit = np.array([float((lp - a)[f].sum()) for a, lp, f in zip(anchor, old, foreign, strict=True)])  # Lambda
+        fixed, effective = np.array([f.any() for f in foreign]), A - self.args.beta * fit
+        arm = fit[[self.reviewed(i.rollout) for i in items]]
         flips = mean((A * effective < 0)[fixed])
         external = np.array([f.sum() for f in foreign])
         pull, tokens = np.abs(effective), np.array([i.mask.sum() for i in items])
@@ -166,6 +168,8 @@ class MInTRL(Method):
             warnings.warn(message, stacklevel=2)
         return {
             "sign_flip_rate": flips,
+            "log_ratio/reviewed": mean(arm),
+            "log_ratio/reviewed_std": float(arm.std()) if len(arm) else None,
             "effective_advantage": mean(effective[fixed]),
             "advantage/corrected": mean(A[fixed]),
             "external_gradient_share": share(float(pull @ external), float(pull @ tokens)),
