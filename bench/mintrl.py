@@ -44,10 +44,10 @@ class Case:
     rounds: int
     prompt: int = 64  # tokens a prompt
     chunk: int = 64
-    max_tokens: int = 24  # of a correction
+    max_tokens: int = 18  # of a correction
 
 
-CASES = (Case(rows=8, new_tokens=384, rounds=3, max_tokens=16), Case(rows=32, new_tokens=512, rounds=3))
+CASES = (Case(rows=8, new_tokens=384, rounds=3, max_tokens=12), Case(rows=32, new_tokens=512, rounds=3))
 
 
 @lru_cache
@@ -138,8 +138,8 @@ class Runs:
         return [r.ids for r in self.policy.generate(self.prompts, sampling=self.sampling)]
 
     def reviewed(self) -> list[list[int]]:
-        for engine in (self.policy, self.verifier.engine):
-            engine.forget()
+        for cache, engine in ((self.policy, self.policy), (self.verifier, self.verifier.engine)):
+            cache.forget()
             engine.reset_stats()
         self.script.turns.clear()
         self.rollouts = self.policy.generate(

@@ -107,7 +107,7 @@ class Reprefill:
     def _verdicts(self, requests: list[Request]) -> list[Any]:
         """One constrained, greedy answer each, written to its end."""
         choices = [self.verifier.choices(request) for request in requests]
-        prompts = [self.verifier._prompt(self.verifier.template.verdict_messages(request)) for request in requests]
+        prompts = [self.verifier.prompt(self.verifier.template.verdict_messages(request)) for request in requests]
         said = self.verifier.engine.generate(
             prompts,
             sampling=fc.SamplingParams(temperature=0.0, max_new_tokens=max(len(ids) for c in choices for ids in c)),
