@@ -1,4 +1,4 @@
-"""The command: ``python -m fastcollab.bench [ops|rollout|handoff|corl|kernels|all]``; all: those that measure."""
+"""The command: ``python -m fastcollab.bench [ops|rollout|handoff|corl|mintrl|kernels|all]``; all: but kernels."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from fastcollab.bench import corl, handoff, harness, kernels, ops, rollout
+from fastcollab.bench import corl, handoff, harness, kernels, mintrl, ops, rollout
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fastcollab.bench", description="Claims, beside their baselines.")
-    what = ["ops", "rollout", "handoff", "corl", "kernels", "all"]
+    what = ["ops", "rollout", "handoff", "corl", "mintrl", "kernels", "all"]
     parser.add_argument("what", nargs="?", default="all", choices=what)
     parser.add_argument("--out", type=Path, help="JSON file; default: bench/results/<device>.json (or kernels.json)")
     parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer batches")
@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     path = args.out or harness.default_path(args.device)
     if args.what in ("ops", "all"):
         ops.run(path, args.quick, args.device, args.only)
-    for name, bench in (("rollout", rollout), ("handoff", handoff), ("corl", corl)):
+    for name, bench in (("rollout", rollout), ("handoff", handoff), ("corl", corl), ("mintrl", mintrl)):
         if args.what in (name, "all"):
             bench.run(path, args.quick, args.device)
     print(f"\nwritten to {path}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,10 +21,11 @@ Choices = Mapping[tuple[int, ...], Verdict]  # every verdict that may be given, 
 class ModelVerifier:
     """``model``: a path, ``PreTrainedModel`` or ``Model``, the policy's own module too; ``engine``: settings of Engine.
 
-    A verdict is written greedily among ``choices(request)`` (default: KEEP and REVISE <n>), so that none is malformed.
-    A correction is written greedily, ``max_tokens`` + 1 ids at most. Each is a prompt that begins with the draft as it
-    was shown before, so its KV is found in the cache and only what is new is read. A draft too long for the model or
-    its KV pool has no verdict, Keep("malformed"), and no correction; a warning tells of the first.
+    A verdict is written greedily among ``choices(request)`` (default: KEEP and REVISE <n>), so that none is malformed,
+    and only as far as there is a choice: KEEP is one forward. A correction is written greedily, ``max_tokens`` + 1 ids
+    at most. Each prompt begins with the draft as it was shown before, so its KV is found in the cache and only what is
+    new is read; what several rows of a call share (the instructions, a group's task) is read once, too. A draft too
+    long for the model or its KV pool has no verdict, Keep("malformed"), and no correction; a warning says so once.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class ModelVerifier:
         **engine: Any,
     ) -> None:
         require(max_tokens >= 1, "max_tokens", max_tokens, ">= 1")
-        self.engine = Engine({"verifier": model}, tokenizer, **engine)
+        self.engine = Engine({"verifier": model}, tokenizer, **{"block_size": 8} | engine)
         tokenizer = self.engine.tokenizer
         require(tokenizer is not None, "tokenizer", None, "one, for a verifier reads and writes text")
         self.end_id = min(self.engine.models["verifier"].eos_ids, default=None)
@@ -45,27 +47,39 @@ class ModelVerifier:
         self.template, self.max_tokens = template or Template(), max_tokens
         self.chat_template_kwargs = chat_template_kwargs
         longest, blocks = self.engine.models["verifier"].max_length, self.engine.num_blocks[0]
-        self.room = min(
-            blocks * self.engine.block_size, longest or 1 << 62
-        )  # ids that a prompt and its answer may have
+        # ids that a prompt and its answer may have
+        self.room = min(blocks * self.engine.block_size, longest or 1 << 62)
         self._warned = False
         self.choices = choices or (lambda request: verdict_choices(tokenizer, request, self.end_id))
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all cached KV."""
+        self.engine.forget()
+        self._read: set[int] = set()  # hashes of the tasks that were read since the weights changed
+        self._version = self.engine.models["verifier"].version
 
     def review(self, requests: Sequence[Request]) -> list[Verdict]:
         choices = [self.choices(request) for request in requests]
-        longest = max(len(ids) for found in choices for ids in found)
-        prompts = [self._prompt(self.template.verdict_messages(request)) for request in requests]
-        said = self._write(prompts, longest, lambda group, ids: next_ids(choices[group], ids))
-        given = [
-            Keep("malformed") if r is None else found[tuple(r.ids)] for found, r in zip(choices, said, strict=True)
-        ]
+        prompts = [self.prompt(self.template.verdict_messages(request)) for request in requests]
+        said = [_forced(found, ()) for found in choices]
+        fits = self._fitting(prompts, max(len(ids) for found in choices for ids in found))
+        for wave in self._waves(requests, fits):
+            while wave := [i for i in wave if next_ids(choices[i], said[i])]:
+                may = [next_ids(choices[i], said[i]) for i in wave]
+                written = self._write([prompts[i] + [*said[i]] for i in wave], 1, lambda row, ids, may=may: may[row])
+                for i, rollout in zip(wave, written, strict=True):
+                    said[i] = _forced(choices[i], (*said[i], *rollout.ids))
+        given = [choices[i][said[i]] if i in fits else Keep("malformed") for i in range(len(requests))]
         return [settle(verdict, request) for verdict, request in zip(given, requests, strict=True)]
 
     def correct(self, requests: Sequence[Request]) -> list[str | None]:
-        prompts = [self._prompt(self.template.fix_messages(request)) for request in requests]
-        return [None if r is None else r.text for r in self._write(prompts, self.max_tokens + 1)]
+        prompts = [self.prompt(self.template.fix_messages(request)) for request in requests]
+        fits = self._fitting(prompts, self.max_tokens + 1)
+        found = dict(zip(fits, self._write([prompts[i] for i in fits], self.max_tokens + 1), strict=True))
+        return [found[i].text if i in found else None for i in range(len(prompts))]
 
-    def _prompt(self, messages: list[dict[str, str]]) -> list[int]:
+    def prompt(self, messages: list[dict[str, str]]) -> list[int]:
         """Ids of the messages, or of their text where the tokenizer has no chat template."""
         tokenizer, kwargs = self.engine.tokenizer, self.chat_template_kwargs
         text = "\n\n".join(message["content"] for message in messages)
@@ -76,20 +90,34 @@ class ModelVerifier:
         except TemplateError:  # "System role not supported", as some say
             return encode_prompt(tokenizer, [{"role": "user", "content": text}], 0, kwargs)
 
-    def _write(self, prompts: list[list[int]], n: int, allowed: Callable | None = None) -> list[Rollout | None]:
-        """At most ``n`` ids behind each prompt; None for a prompt that leaves no room for them."""
-        fits = [i for i, ids in enumerate(prompts) if len(ids) + n <= self.room]
-        if len(fits) < len(prompts) and not self._warned:
-            self._warned = True
-            longest = max(map(len, prompts))
+    def _fitting(self, prompts: list[list[int]], n: int) -> list[int]:
+        """Indices of the prompts that leave room for ``n`` ids."""
+        if max(map(len, prompts)) + n > self.room and not self._warned:
+            self._warned, longest = True, max(map(len, prompts))
             message = f"verifier: got a draft of {longest} ids, need <= {self.room - n}: such drafts stay unreviewed"
             warnings.warn(message, stacklevel=2)
-        if not fits:
-            return [None] * len(prompts)
-        made = self.engine.generate(
-            [prompts[i] for i in fits],
-            sampling=SamplingParams(temperature=0.0, max_new_tokens=n),
-            allowed=None if allowed is None else lambda group, ids: allowed(fits[group], ids),
-        )
-        found = dict(zip(fits, made, strict=True))
-        return [found.get(i) for i in range(len(prompts))]
+        return [i for i, ids in enumerate(prompts) if len(ids) + n <= self.room]
+
+    def _waves(self, requests: Sequence[Request], rows: Sequence[int]) -> list[list[int]]:
+        """``rows`` in up to three batches, of which each leaves in the cache what several of the next one begin with:
+        one row alone before anything was read, then one of each task that is new and stands in several rows."""
+        if self._version != self.engine.models["verifier"].version:
+            self.forget()
+        tasks = {i: hash(requests[i].prompt) for i in rows}
+        several = Counter(tasks.values())
+        waves: list[list[int]] = [[], [], []]
+        for i, task in tasks.items():
+            waves[0 if not self._read else 1 if several[task] > 1 and task not in self._read else 2].append(i)
+            self._read.add(task)
+        return [wave for wave in waves if wave]
+
+    def _write(self, prompts: list[list[int]], n: int, allowed: Callable | None = None) -> list[Rollout]:
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=n)
+        return self.engine.generate(prompts, sampling=sampling, allowed=allowed) if prompts else []
+
+
+def _forced(choices: Choices, said: tuple[int, ...]) -> tuple[int, ...]:
+    """``said`` and what must follow: up to the next choice, or to the end."""
+    while len(may := next_ids(choices, said)) == 1:
+        said += tuple(may)
+    return said

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastcollab.bench import corl, handoff, harness, models, peers, rollout
+from fastcollab.bench import corl, handoff, harness, mintrl, models, peers, rollout
 
 VOCAB = 97
 
@@ -197,3 +197,56 @@ def test_corl_measures_equal_work(monkeypatch):
     assert line["models"] == 2 and line["runs"] == 2 and 0 < line["voting_share"] < 1
     assert line["of_solo_steps"] == pytest.approx(line["step_s"] / (2 * line["solo_step_s"]))
     assert corl.grade("add 1 + 2 : 3\n answer 12") == corl.grading.key("12") and corl.grade("12") is None
+
+
+@pytest.fixture(scope="module")
+def reviewed():
+    """A run of each variant of a small case, and what they wrote."""
+    tokens = mintrl.tokenizer()
+    case = mintrl.Case(rows=6, new_tokens=120, rounds=1, prompt=7, chunk=24, max_tokens=8)
+    both = [mintrl.writer(seed, tokens, hidden=64, layers=2, heads=2, kv_heads=1) for seed in (0, 1)]
+    with torch.no_grad():
+        for weight in [w for model in both for w in model.model.layers.parameters() if w.dim() == 2]:
+            weight.mul_(4)  # else models this small repeat one word
+    runs = mintrl.Runs(case, *both)
+    return runs, {name: call() for name, call in runs.calls().items()}
+
+
+def test_mintrl_writes_texts_that_cross_as_they_are(reviewed):
+    """What the models write is encoded as it was written, so that the verifier reads each token once."""
+    runs, ids = reviewed
+    for row in ids[mintrl.REVIEWED]:
+        assert runs.tokens(runs.tokens.decode(row))["input_ids"] == row
+
+
+def test_mintrl_loop_writes_what_the_engine_writes(reviewed):
+    runs, ids = reviewed
+    assert ids[mintrl.REVIEWED] == ids[mintrl.REPREFILL] != ids[mintrl.SOLO]
+    assert ids[mintrl.REPREFILL] == runs.reprefill()  # the second run knows where chunks end
+    assert all(len(row) == 120 for found in ids.values() for row in found)
+    assert runs.loop.engine.stats()["cached"] == runs.loop.verifier.engine.stats()["cached"] == 0
+
+
+def test_mintrl_figures_are_counts_of_the_rollouts(reviewed):
+    runs, _ = reviewed
+    found = runs.figures()
+    logs = [cut for r in runs.rollouts for cut in r.interventions]
+    assert found["interventions"] == len(logs) >= 3 and found["outcomes"]["intervention"] == len(logs)
+    assert found["external_share"] == pytest.approx(sum(len(cut.inserted) for cut in logs) / 720)
+    dropped = sum(len(cut.dropped) for cut in logs)
+    assert found["dropped_share"] == pytest.approx(dropped / (720 + dropped)) and dropped > 0
+
+
+def test_mintrl_script_spares_the_verifier_no_choice():
+    """The model chooses between KEEP and REVISE at every review; where the script revises, a number as well."""
+    tokens = mintrl.tokenizer()
+    script = mintrl.Script(tokens, spread=2)
+    request = mintrl.Request("task", (), ("one\n\n", "two\n\n", "three"), {"row": 1})
+    keep, revise = script(request), script(request)
+    assert set(keep.values()) == {mintrl.Keep()} and set(revise.values()) == {mintrl.Revise(1)}
+    real = mintrl.verifiers.verdict_choices(tokens, request, tokens.eos_token_id)
+    first = {ids[0] for ids in real}
+    assert len(first) == 2 and first == {ids[0] for ids in keep} == {ids[0] for ids in revise}
+    for start in first:
+        assert len([ids for ids in revise if ids[0] == start]) == 3 and len([k for k in keep if k[0] == start]) == 1
+    assert set(real) > set(keep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import fastcollab as fc
 from fastcollab.model_verifier import ModelVerifier
 from fastcollab.schedules import Intervene
-from fastcollab.verifiers import Keep, Request, Revise, Template
+from fastcollab.verifiers import Keep, Request, Revise, Template, next_ids, settle
 
 PROMPTS = [row["prompt"] for row in fc.tiny.problems(4, seed=3)]
 LINES = re.compile("\n")
@@ -18,7 +19,8 @@ LINES = re.compile("\n")
 
 def verifier(**changes):
     """The tiny senior, which can't write KEEP: a digit says it, 0 to keep and n to revise step n - 1."""
-    made = ModelVerifier(fc.tiny.senior(), **{"kv_memory": "16MiB", "block_size": 4} | changes)
+    short = dict(template=Template(system="check"))  # the model's limit is 256 tokens
+    made = ModelVerifier(fc.tiny.senior(), **short | {"kv_memory": "16MiB", "block_size": 4} | changes)
     digit = [made.engine.tokenizer.convert_tokens_to_ids(str(n)) for n in range(10)]
 
     def choices(request):
@@ -113,10 +115,10 @@ def test_a_draft_that_does_not_fit_stays_unreviewed():
         room = made.room
         if not changes:
             assert room == made.engine.models["verifier"].max_length
-        size = len(made._prompt(made.template.verdict_messages(REQUESTS[0])))
+        size = len(made.prompt(made.template.verdict_messages(REQUESTS[0])))
         for more in range(room - size - 4, room - size + 4):
             long = Request(PROMPTS[0], ("\n" + "1" * more,), REQUESTS[0].new)
-            fits = len(made._prompt(made.template.verdict_messages(long))) + 2 <= room
+            fits = len(made.prompt(made.template.verdict_messages(long))) + 2 <= room
             made._warned = True
             assert (made.review([long, REQUESTS[0]])[0] == Keep("malformed")) == (not fits)
             assert made.review([long, REQUESTS[0]])[1] == made.review(REQUESTS[:1])[0]
@@ -132,7 +134,48 @@ def test_a_chat_template_without_a_system_role():
         "{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     )
     system, user = (m["content"] for m in made.template.verdict_messages(REQUESTS[0]))
-    assert made.engine.tokenizer.decode(made._prompt(made.template.verdict_messages(REQUESTS[0]))) == (
+    assert made.engine.tokenizer.decode(made.prompt(made.template.verdict_messages(REQUESTS[0]))) == (
         made.engine.tokenizer.decode(made.engine.tokenizer(f"user: {system}\n\n{user}\n")["input_ids"])
     )
     assert made.review(REQUESTS[:1])
+
+
+def test_a_verdict_is_written_only_as_far_as_there_is_a_choice():
+    """KEEP is one forward, REVISE two: the rest of either must follow. It is the verdict that writing it out gives."""
+    made, _ = verifier()
+    a, b, c, d = (made.engine.tokenizer.convert_tokens_to_ids(str(n)) for n in range(4))
+    keep = {(a, c, c, made.end_id): Keep()}
+    revise = {(b, d, i, made.end_id): Revise(n) for n, i in enumerate((a, b, c))}
+    for found, forwards in (keep | revise, {1, 2}), (revise, {1}), (keep, {0}):
+        made.choices = lambda request, found=found: found
+        for request in REQUESTS:
+            made.engine.reset_stats()
+            (verdict,) = made.review([request])
+            (whole,) = made.engine.generate(
+                [made.prompt(made.template.verdict_messages(request))],
+                sampling=fc.SamplingParams(temperature=0.0, max_new_tokens=4),
+                allowed=lambda row, ids, found=found: next_ids(found, ids),
+            )
+            said = found[tuple(whole.ids)]
+            spent = made.engine.stats()["forwards"] - 4
+            assert verdict == settle(said, request) and spent in forwards
+            assert len(forwards) == 1 or spent == (1 if said == Keep() else 2)
+
+
+def test_what_rows_of_a_call_share_is_read_once():
+    """The instructions, and the task of a group: one row of it goes ahead."""
+    made, _ = verifier(template=Template(system="check this draft, if you please: " * 4))
+    requests = [Request(PROMPTS[i // 2], (), (f"\n {i} + 1 = 2\n",)) for i in range(6)]
+    made.review(requests)
+    stats, size = made.engine.stats(), made.engine.block_size
+    prompts = [made.prompt(made.template.verdict_messages(r)) for r in requests]
+    apart = len(prompts[0])
+    for prompt, earlier in ((prompts[i], prompts[:i]) for i in range(1, 6)):
+        apart += len(prompt) - max(len(os.path.commonprefix([prompt, p])) for p in earlier) + size
+    assert stats["tokens"] <= apart < 0.6 * sum(map(len, prompts))
+    made.engine.reset_stats()
+    made.review(requests[::-1])
+    assert made.engine.stats()["forwards"] == 1  # they are known: nobody has to go ahead
+    made.forget()
+    made.review(requests)
+    assert made.engine.stats()["forwards"] == 1 + 3

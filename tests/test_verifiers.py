@@ -162,7 +162,7 @@ def test_the_prompt_in_full():
     head, question = asked.split("End of the draft.\n")
     want = ["Task:", "T| add 2", "Known to you alone:", "K| 7", "Draft:", "1| a", "2| b", "3| c", "4| d", "5| e"]
     assert head.splitlines() == want
-    assert question.startswith("Steps before step 3 are accepted. To be checked: steps 3 to 5. Find")
+    assert question == "Check steps 3 to 5. Verdict?"
     assert "answer there" in content(Template().verdict_messages(Request("", (), ("a",), ended=True)))[1]
     fix = content(Template().fix_messages(ASKED.cut(1)))[1]
     assert "3| c\n" in fix and "4|" not in fix and "Known" not in fix
