@@ -150,6 +150,7 @@ class Template:
     system: str = SYSTEM
     review: str = REVIEW  # "{example}" becomes the number of a step that may be revised
     fix: str = FIX
+    evidence: Callable[[Request], str | None] | None = None  # found about the draft, e.g. which public tests it fails
 
     def draft(self, steps: Sequence[str], first: int = 1) -> str:
         """The lines of ``steps``, numbered from ``first``."""
@@ -168,14 +169,16 @@ class Template:
         first, last = request.numbers[0], request.numbers[-1]
         ended = " The writer ended the answer there." if request.ended else ""
         question = f"Check steps {first} to {last}.{ended} {self.review.replace('{example}', str(last))}"
-        return self._messages(self.context(request, request.accepted + request.new), question)
+        return self._messages(request, request.accepted + request.new, question)
 
     def fix_messages(self, request: Request) -> list[dict[str, str]]:
         """Chat messages whose answer is a correction; the dropped steps are not shown (mintrl 2.2)."""
-        return self._messages(self.context(request, request.accepted), self.fix)
+        return self._messages(request, request.accepted, self.fix)
 
-    def _messages(self, context: str, question: str) -> list[dict[str, str]]:
-        asked = {"role": "user", "content": f"{context}End of the draft.\n{question}"}
+    def _messages(self, request: Request, steps: Sequence[str], question: str) -> list[dict[str, str]]:
+        found = self.evidence(request) if self.evidence is not None else None
+        shown = f"Found by running the draft:\n{_quoted('E', found)}" if found else ""
+        asked = {"role": "user", "content": f"{self.context(request, steps)}End of the draft.\n{shown}{question}"}
         return [{"role": "system", "content": self.system}, asked]
 
 
