@@ -1,12 +1,28 @@
-"""MInTRL in miniature: a step that the policy almost never takes, and a verifier that takes it a few times."""
+"""MInTRL in miniature: one step that the policy almost never takes, and a verifier that takes it now and then.
+
+    python examples/mintrl_arithmetic.py [--seeds 0 1 2] [--steps N] [--only TEXT ...] [--jobs N] [--out DIR]
+
+The policy is trained from nothing on worked subtractions of four digits. Where a column needs a borrow it takes the
+smaller digit from the larger, as school children do (Brown and Burton 1978); all else it does right. It has read texts
+with the step "borrow" and goes on from it rightly, but that step itself was left out of its loss but for a few texts:
+it writes it about once in several thousand answers. All training questions need one borrow. The verifier works the
+question out, finds the first step of a draft that differs and writes the right one, "borrow,"; the policy does the
+rest. Interventions stop after INTERVENE of the run. Writes DIR/mintrl_arithmetic.json and DIR/mintrl_arithmetic.html.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import multiprocessing
 import random
+import re
 import time
+import warnings
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -16,14 +32,37 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
 
 import fastcollab as fc
+from fastcollab.report import write_report
+from fastcollab.verifiers import FunctionVerifier, Keep, Revise
 
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = (PAD, EOS, *"0123456789-=,:", "borrow", "\\boxed", "{", "}")
 HARD = 0.7  # of the texts that the policy is made from: a column needs a borrow
 READ = 0.5  # of those have the step "borrow", which is read and not learnt: the rest of the text is
-WRITTEN = 0.0005  # of those have it and it is learnt
+WRITTEN = 0.01  # of those have it and it is learnt
 DIGITS = 4
 PEAK_LR, FINAL_LR, WARMUP = 3e-3, 3e-4, 50
+PROMPTS, GENERATIONS, LENGTH = 8, 16, 48  # of each update of every arm: the policy writes as much in all of them
+LEARNING_RATE, SFT_LEARNING_RATE, BETA = 1e-4, 1e-4, 0.02
+STEPS = 60
+INTERVENE = 0.6  # of the run
+STEP = 2  # tokens of the correction "borrow,"
+WHOLE = 64  # tokens of a correction that may be the whole answer
+ARMS = {  # name -> (method, its settings beside the shared ones)
+    "GRPO": ("grpo", {}),
+    "PMD-mean": ("mintrl", dict(num_controls=GENERATIONS)),
+    "MInTRL-Proxy": ("mintrl", dict(anchor="proxy", max_correction_tokens=STEP)),
+    "MInTRL-Const": ("mintrl", dict(anchor="const", max_correction_tokens=STEP)),
+    "SFT, as many external tokens": ("sft", dict(budget="external")),
+    "SFT, as many tokens": ("sft", dict(budget="tokens")),
+}
+SWEEP = {  # of MInTRL-Const, whose correction is the right solution from the wrong step on, cut at so many tokens
+    "one token": dict(max_correction_tokens=1),
+    "the step and a line": dict(max_correction_tokens=9),
+    "the step and two lines": dict(max_correction_tokens=17),
+    "the rest of the answer": dict(max_correction_tokens=WHOLE),
+    "the whole answer": dict(max_correction_tokens=WHOLE, whole=True),
+}
 
 
 # -- the task
@@ -33,13 +72,21 @@ def question(rng: random.Random, hard: bool) -> tuple[str, str]:
     """A subtraction of two numbers of DIGITS digits, one column of which needs a borrow (none, if not ``hard``)."""
     while True:
         a, b = (rng.randrange(10 ** (DIGITS - 1), 10**DIGITS) for _ in range(2))
-        lacks, borrow = 0, 0
+        borrows, borrow = 0, 0
         for p in range(DIGITS):
-            short = a // 10**p % 10 - borrow < b // 10**p % 10
-            # a column that lacks only because of the borrow before it would be a second rule
-            lacks, borrow = lacks + short, int(short)
-        if lacks == hard and a - b >= 10 ** (DIGITS - 1):
+            borrow = int(a // 10**p % 10 - borrow < b // 10**p % 10)
+            borrows += borrow
+        if borrows == hard and a - b >= 10 ** (DIGITS - 1):
             return f"{a}-{b}=", str(a - b)
+
+
+def questions(n: int, seed: int, hard: bool = True) -> list[dict[str, str]]:
+    """Rows with ``prompt`` and ``answer``; each question once."""
+    rng, rows = random.Random(seed), {}
+    while len(rows) < n:
+        asked, answer = question(rng, hard)
+        rows[asked] = answer
+    return [{"uid": asked, "prompt": asked, "answer": answer} for asked, answer in rows.items()]
 
 
 def worked(prompt: str, borrows: bool = True) -> str:
@@ -52,12 +99,36 @@ def worked(prompt: str, borrows: bool = True) -> str:
             steps.append(f"{x}{'-1' * borrow}-{y}={x - borrow - y}")
             borrow = 0
         elif borrows:
-            steps += ["borrow", f"{x + 10}-{y}={x + 10 - y}"]
+            steps += [f"{x}-{y}=borrow", f"{x + 10}-{y}={x + 10 - y}"]
             borrow = 1
         else:
-            steps.append(f"{y}-{x}={y - x}")
+            steps.append(f"{x}-{y}={y - x}")
         digits = steps[-1].rpartition("=")[2] + digits
     return f"{','.join(steps)}:\\boxed{{{digits}}}"
+
+
+def correct(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    return [float(text.endswith(f"\\boxed{{{right}}}")) for text, right in zip(completions, answer, strict=True)]
+
+
+def make_verifier(whole: bool = False) -> FunctionVerifier:
+    """Finds the first step of a draft that the right solution has not, and writes on from there what it has; with
+    ``whole`` it replaces every draft."""
+
+    def review(prompt: str, accepted: tuple[str, ...], new: tuple[str, ...]) -> Keep | Revise:
+        right = worked(prompt)
+        if whole and not accepted:
+            return Revise(0)
+        for i in range(len(new)):
+            if not right.startswith("".join(accepted + new[: i + 1])):
+                return Revise(i)
+        return Keep()
+
+    def fix(prompt: str, accepted: tuple[str, ...], dropped: tuple[str, ...]) -> str | None:
+        right, stands = worked(prompt), "".join(accepted)
+        return right.removeprefix(stands) if right.startswith(stands) else None
+
+    return FunctionVerifier(review, fix)
 
 
 # -- the policy
@@ -118,3 +189,218 @@ def pretrain(tokenizer: Any, seed: int, steps: int, batch: int = 64) -> PreTrain
         if (step + 1) % 100 == 0:
             print(f"policy {seed} step {step + 1}/{steps}  loss {loss.item():.3f}", flush=True)
     return model.eval()
+
+
+def pretrained(folder: Path, seed: int, steps: int) -> Path:
+    """Folder of the policy of a seed, made once."""
+    path = folder / f"policy-{seed}"
+    if not (path / "config.json").exists():
+        started, tokenizer = time.perf_counter(), make_tokenizer()
+        pretrain(tokenizer, seed, steps).save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        print(f"policy {seed}: {time.perf_counter() - started:.0f} s", flush=True)
+    return path
+
+
+# -- the study
+
+
+def train_questions() -> list[dict[str, str]]:
+    return questions(4000, seed=1)
+
+
+def held_out(hard: bool = True) -> list[dict[str, str]]:
+    """256 questions: hard ones that are not among those of the training, or ones without a borrow."""
+    return questions(4256, seed=1)[4000:] if hard else questions(256, seed=2, hard=False)
+
+
+def measure(model: Any) -> dict[str, float]:
+    """Accuracy alone at temperature 1 on both kinds of held-out questions; log-prob of "borrow" where it is right."""
+    tokenizer, found = make_tokenizer(), {}
+    engine = fc.Engine({"policy": model}, tokenizer, kv_memory="64MiB")
+    sampling = fc.SamplingParams(max_new_tokens=LENGTH)
+    for name, rows in (("hard", held_out()), ("easy", held_out(hard=False))):
+        rollouts = engine.generate([r["prompt"] for r in rows], n=4, sampling=sampling, seed=7)
+        found[name] = mean(correct([r.text for r in rollouts], [rows[r.group]["answer"] for r in rollouts]))
+    borrow, module, said = VOCABULARY.index("borrow"), engine.models["policy"].module, []
+    with torch.no_grad():
+        for row in held_out():
+            p, r, _ = encoded(tokenizer, row["prompt"], worked(row["prompt"]))
+            logits = module(torch.tensor([p + r]), use_cache=False).logits[0, len(p) + r.index(borrow) - 1]
+            said.append(float(torch.log_softmax(logits, -1)[borrow]))
+    return found | {"borrow_logprob": mean(said), "borrow_prob": mean(map(math.exp, said))}
+
+
+def run(name: str, seed: int, path: Path, folder: Path, steps: int) -> dict[str, Any]:
+    """One arm of reinforcement learning: held-out accuracy by step, tokens by who wrote them, the figures of MInTRL."""
+    method, changes = ARMS[name] if name in ARMS else ("mintrl", dict(anchor="const") | SWEEP[name])
+    changes = dict(changes)
+    models = {"policy": path}
+    settings = dict(output_dir=str(folder), seed=seed, max_steps=steps, prompts_per_step=PROMPTS,
+                    num_generations=GENERATIONS, max_completion_length=LENGTH, learning_rate=LEARNING_RATE,
+                    warmup_steps=5, eval_steps=max(1, steps // 15), kv_memory="64MiB", disable_tqdm=True)  # fmt: skip
+    if method == "mintrl":
+        models["verifier"] = make_verifier(changes.pop("whole", False))
+        limit = changes.get("max_correction_tokens", STEP)
+        settings |= dict(num_controls=GENERATIONS // 2, beta=BETA, intervention_updates=round(INTERVENE * steps),
+                         steps=re.compile("[=,]"), chunk=8, longest_chunk=LENGTH, max_reviews=6, max_interventions=2,
+                         reserve=2, external_share=None)  # fmt: skip
+        if limit == WHOLE:  # then the answer is given away, and is meant to be
+            settings["leaks"] = lambda text, row: False
+    args = {"grpo": fc.GRPOConfig, "mintrl": fc.MInTRLConfig}[method](**settings | changes)
+    started = time.perf_counter()
+    with warnings.catch_warnings(record=True) as alarms:
+        warnings.simplefilter("always")
+        result = fc.train(method, models, train_questions(), correct, args, eval_dataset=held_out())
+    rows = [row for row in result.log_history if "num_tokens" in row]
+    return {
+        "arm": name,
+        "seed": seed,
+        "seconds": time.perf_counter() - started,
+        "curve": [(row["step"], row["eval/solo/reward"]) for row in result.log_history if "eval/solo/reward" in row],
+        "tokens": _tokens(rows),
+        "reward": [row["reward"] for row in rows],
+        "figures": {
+            key: [row[f"mintrl/{key}"] for row in rows if row.get(f"mintrl/{key}") is not None]
+            for key in ("external_share_micro", "external_share_batch", "resume_success", "control/reward", "lift",
+                        "rescue_hard", "sign_flip_rate", "logprob/external", "kappa", "revise_rate", "rejected_rate")
+        },
+        "alarms": sorted({str(w.message) for w in alarms}),
+        "after": measure(result.models["policy"]),
+    }  # fmt: skip
+
+
+def _tokens(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Tokens of a run: those trained on, by writer, and those that the policy wrote and the verifier cut."""
+    total, external, dropped = sum(row["num_tokens"] for row in rows), 0.0, 0.0
+    for row in rows:
+        share = row.get("mintrl/external_share_batch") or 0.0
+        external += share * row["num_tokens"]
+        lost = row.get("mintrl/dropped_share") or 0.0
+        if share:
+            dropped += lost / (1 - lost) * share * row["num_tokens"] / row["mintrl/external_share_micro"]
+    return {"policy": round(total - external), "external": round(external), "dropped": round(dropped)}
+
+
+def tune(name: str, seed: int, path: Path, tokens: int, steps: int) -> dict[str, Any]:
+    """Supervised on the verifier's whole solutions of training questions, each question once, until ``tokens`` of
+    response have been read; at most ``steps`` updates, of 8 solutions at least."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), make_tokenizer()
+    rows = [encoded(tokenizer, q["prompt"], worked(q["prompt"])) for q in train_questions()]
+    random.Random(seed).shuffle(rows)
+    count = round(tokens / mean(len(r) for _, r, _ in rows))
+    size = max(8, math.ceil(count / steps))
+    batches = [[rows[j % len(rows)] for j in range(i, min(i + size, count))] for i in range(0, count, size)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=SFT_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    curve, started = [], time.perf_counter()
+    prompts, answers = zip(*((q["prompt"], q["answer"]) for q in held_out()), strict=True)
+    for step, batch in enumerate(batches, 1):
+        loss_of(model, batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % max(1, steps // 15) == 0 or step == len(batches):
+            engine = fc.Engine({"policy": model}, tokenizer, kv_memory="64MiB")
+            said = engine.generate(prompts, sampling=fc.SamplingParams(max_new_tokens=LENGTH), seed=seed)
+            curve.append((step, mean(correct([r.text for r in said], answers))))
+    external = sum(len(r) for batch in batches for _, r, _ in batch)
+    return {
+        "arm": name,
+        "seed": seed,
+        "seconds": time.perf_counter() - started,
+        "curve": curve,
+        "tokens": {"policy": 0, "external": external, "dropped": 0},
+        "after": measure(model),
+    }
+
+
+def task(name: str, seed: int, path: Path, work: Path, steps: int, tokens: int | None) -> dict[str, Any]:
+    """One arm in a process of its own, one thread."""
+    torch.set_num_threads(1)
+    if tokens is not None:
+        return tune(name, seed, path, tokens, steps)
+    return run(name, seed, path, work / f"{re.sub('[^A-Za-z]+', '-', name)}-{seed}", steps)
+
+
+def report(found: dict[str, Any], path: Path) -> None:
+    """A page: the table of arms and levels, and held-out accuracy by step, means over the seeds."""
+    curves, table = {}, []
+    for name in [*ARMS, *SWEEP]:
+        runs = [r for r in found["runs"] if r["arm"] == name]
+        if not runs:
+            continue
+        start = [found["start"][str(r["seed"])] for r in runs]
+        if name in ARMS:
+            points = zip(*(r["curve"] for r in runs), strict=True)
+            curve = [{"step": p[0][0], "accuracy": mean(a for _, a in p)} for p in points]
+            curves[name] = [{"step": 0, "accuracy": mean(s["hard"] for s in start)}, *curve]
+        table.append([name if name in ARMS else f"Const: {name}", *_cells(runs, start, found["steps"])])
+    header = ["arm", "external share", "external tokens", "policy's tokens", "resumed right", "at the stop", "by seed",
+              "no borrow", "log-prob of the step"]  # fmt: skip
+    settings = {"steps": found["steps"], "seconds": found["seconds"], "task": __doc__.split("\n\n", 2)[2]}
+    write_report(path, curves, {"header": header, "rows": table}, settings=settings)
+
+
+def _cells(runs: list[dict[str, Any]], start: list[dict[str, float]], steps: int) -> list[str]:
+    def average(key: str, digits: int) -> str:
+        values = [x for r in runs for x in r.get("figures", {}).get(key, [])]
+        return f"{mean(values):.{digits}f}" if values else "–"
+
+    stop = INTERVENE * steps
+    at_stop = [next(a for s, a in reversed(r["curve"]) if s <= stop) for r in runs if r["curve"][0][0] <= stop]
+    return [
+        average("external_share_micro", 3),
+        f"{mean(r['tokens']['external'] for r in runs):,.0f}",
+        f"{mean(r['tokens']['policy'] + r['tokens']['dropped'] for r in runs):,.0f}",
+        average("resume_success", 2),
+        f"{mean(at_stop):.2f}" if at_stop else "–",
+        ", ".join(f"{r['after']['hard']:.2f}" for r in runs),
+        " → ".join(f"{mean(x):.2f}" for x in ([s["easy"] for s in start], [r["after"]["easy"] for r in runs])),
+        " → ".join(f"{mean(s['borrow_logprob'] for s in side):.1f}" for side in (start, [r["after"] for r in runs])),
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a policy of its own for each")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--pretrain", type=int, default=700, help="supervised steps of each policy")
+    parser.add_argument("--only", nargs="+", default=[""], help="arms with one of these texts")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--work", type=Path, default=Path("runs/mintrl_arithmetic"), help="policies and run folders")
+    options = parser.parse_args(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    arms = [name for name in [*ARMS, *SWEEP] if any(text in name for text in options.only)]
+    started, results, budgets = time.perf_counter(), [], {}
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        made = {s: pool.submit(pretrained, options.work, s, options.pretrain) for s in options.seeds}
+        paths = {s: future.result() for s, future in made.items()}
+        measured = {s: pool.submit(measure, path) for s, path in paths.items()}
+        start = {str(s): future.result() for s, future in measured.items()}
+        for seed, figures in start.items():
+            print(f"policy {seed} at the start: {figures}", flush=True)
+        for is_tuned in (False, True):  # the supervised arms read as many tokens as MInTRL-Const's runs had
+            waiting = []
+            for seed in options.seeds:
+                for name in arms:
+                    budget = ARMS[name][1].get("budget") if name in ARMS else None
+                    if (budget is not None) == is_tuned and (seed in budgets or not is_tuned):
+                        tokens = budgets[seed][budget] if is_tuned else None
+                        waiting.append(pool.submit(task, name, seed, paths[seed], options.work, options.steps, tokens))
+            for future in as_completed(waiting):
+                results.append(r := future.result())
+                if r["arm"] == "MInTRL-Const":
+                    every = r["tokens"]
+                    budgets[r["seed"]] = {"external": every["external"], "tokens": every["policy"] + every["external"]}
+                told = f"{r['after']['hard']:.3f}, no borrow {r['after']['easy']:.3f}, {r['tokens']}"
+                print(f"seed {r['seed']}  {r['arm']}: {told}  ({r['seconds']:.0f} s) {r.get('alarms', '')}", flush=True)
+                results.sort(key=lambda r: (r["seed"], [*ARMS, *SWEEP].index(r["arm"])))
+                seconds = round(time.perf_counter() - started)
+                found = {"start": start, "steps": options.steps, "seconds": seconds, "runs": results}
+                (options.out / "mintrl_arithmetic.json").write_text(json.dumps(found, indent=1))
+                report(found, options.out / "mintrl_arithmetic.html")
+
+
+if __name__ == "__main__":
+    main()
