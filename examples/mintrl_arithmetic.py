@@ -38,8 +38,9 @@ from fastcollab.verifiers import FunctionVerifier, Keep, Revise
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = (PAD, EOS, *"0123456789-=,:", "borrow", "\\boxed", "{", "}")
 HARD = 0.7  # of the texts that the policy is made from: a column needs a borrow
-READ = 0.5  # of those have the step "borrow", which is read and not learnt: the rest of the text is
-WRITTEN = 0.01  # of those have it and it is learnt
+READ = 0.5  # of those have the step "borrow"; the others do without
+WEIGHT = 0.008  # of that token in the loss: it is read, what follows is learnt, itself it hardly is
+EASY = 0.25  # of the questions of all arms' training need no borrow
 DIGITS = 4
 PEAK_LR, FINAL_LR, WARMUP = 3e-3, 3e-4, 50
 PROMPTS, GENERATIONS, LENGTH = 8, 16, 48  # of each update of every arm: the policy writes as much in all of them
@@ -152,20 +153,22 @@ def make_model(seed: int) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def loss_of(model: PreTrainedModel, rows: list[tuple[list[int], list[int], list[bool]]]) -> torch.Tensor:
-    """Mean cross-entropy of the responses; rows are (prompt ids, response ids, which of these are learnt)."""
+def loss_of(model: PreTrainedModel, rows: list[tuple[list[int], list[int], list[float]]]) -> torch.Tensor:
+    """Mean cross-entropy of the responses; rows are (prompt ids, response ids, weight of each of these)."""
     width = max(len(p) + len(r) for p, r, _ in rows)
-    ids, labels = torch.zeros(len(rows), width, dtype=torch.int64), torch.full((len(rows), width), -100)
-    for i, (p, r, learnt) in enumerate(rows):
+    ids, weights = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width)
+    for i, (p, r, weight) in enumerate(rows):
         ids[i, : len(p) + len(r)] = torch.tensor(p + r)
-        labels[i, len(p) : len(p) + len(r)] = torch.tensor([t if k else -100 for t, k in zip(r, learnt, strict=True)])
+        weights[i, len(p) : len(p) + len(r)] = torch.tensor(weight)
     logits = model(ids[:, :-1], use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+    loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return (loss * weights[:, 1:].flatten()).sum() / weights.sum()
 
 
-def encoded(tokenizer: Any, asked: str, text: str, skip: str | None = None) -> tuple[list[int], list[int], list[bool]]:
+def encoded(tokenizer: Any, asked: str, text: str, borrow: float = 1.0) -> tuple[list[int], list[int], list[float]]:
+    """A row of ``loss_of``; ``borrow`` is the weight of that token."""
     p, r = tokenizer(asked)["input_ids"], [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-    return p, r, [VOCABULARY[i] != skip for i in r]
+    return p, r, [borrow if VOCABULARY[i] == "borrow" else 1.0 for i in r]
 
 
 def pretrain(tokenizer: Any, seed: int, steps: int, batch: int = 64) -> PreTrainedModel:
@@ -178,9 +181,7 @@ def pretrain(tokenizer: Any, seed: int, steps: int, batch: int = 64) -> PreTrain
         rows = []
         for _ in range(batch):
             asked, _ = question(rng, rng.random() < HARD)
-            u = rng.random()
-            skip = "borrow" if u < READ else None
-            rows.append(encoded(tokenizer, asked, worked(asked, u < READ + WRITTEN), skip))
+            rows.append(encoded(tokenizer, asked, worked(asked, rng.random() < READ), WEIGHT))
         loss = loss_of(model, rows)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -206,12 +207,13 @@ def pretrained(folder: Path, seed: int, steps: int) -> Path:
 
 
 def train_questions() -> list[dict[str, str]]:
-    return questions(4000, seed=1)
+    easy = round(4000 * EASY)
+    return questions(4000 - easy, seed=1) + questions(256 + easy, seed=2, hard=False)[256:]
 
 
 def held_out(hard: bool = True) -> list[dict[str, str]]:
-    """256 questions: hard ones that are not among those of the training, or ones without a borrow."""
-    return questions(4256, seed=1)[4000:] if hard else questions(256, seed=2, hard=False)
+    """256 questions, none of them in the training: hard ones, or ones without a borrow."""
+    return questions(256, seed=3) if hard else questions(256, seed=2, hard=False)
 
 
 def measure(model: Any) -> dict[str, float]:
