@@ -21,6 +21,7 @@ import re
 import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -32,7 +33,8 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
 
 import fastcollab as fc
-from fastcollab.report import write_report
+from fastcollab.report import sample_of, write_report
+from fastcollab.schedules import Intervene
 from fastcollab.verifiers import FunctionVerifier, Keep, Revise
 
 PAD, EOS = "<pad>", "<eos>"
@@ -41,26 +43,27 @@ HARD = 0.7  # of the texts that the policy is made from: a column needs a borrow
 READ = 0.5  # of those have the step "borrow"; the others do without
 WEIGHT = 0.008  # of that token in the loss: it is read, what follows is learnt, itself it hardly is
 EASY = 0.25  # of the questions of all arms' training need no borrow
-DIGITS = 4
 PEAK_LR, FINAL_LR, WARMUP = 3e-3, 3e-4, 50
 PROMPTS, GENERATIONS, LENGTH = 8, 16, 48  # of each update of every arm: the policy writes as much in all of them
 LEARNING_RATE, SFT_LEARNING_RATE, BETA = 1e-4, 1e-4, 0.02
-STEPS = 60
+STEPS = 80
 INTERVENE = 0.6  # of the run
+REVIEWS = dict(chunk=8, longest_chunk=LENGTH, max_reviews=6, max_interventions=2, reserve=2)
 STEP = 2  # tokens of the correction "borrow,"
+SHOWN = ("external_share_micro", "resume_success", "rescue_hard", "interventions")  # on the page, of FIGURES
+FIGURES = (*SHOWN, "control/reward", "reviewed/reward", "lift", "sign_flip_rate", "logprob/external", "kappa")
 WHOLE = 64  # tokens of a correction that may be the whole answer
 ARMS = {  # name -> (method, its settings beside the shared ones)
     "GRPO": ("grpo", {}),
     "PMD-mean": ("mintrl", dict(num_controls=GENERATIONS)),
     "MInTRL-Proxy": ("mintrl", dict(anchor="proxy", max_correction_tokens=STEP)),
     "MInTRL-Const": ("mintrl", dict(anchor="const", max_correction_tokens=STEP)),
-    "SFT, as many external tokens": ("sft", dict(budget="external")),
-    "SFT, as many tokens": ("sft", dict(budget="tokens")),
+    "SFT, as many external tokens": ("sft", dict(budget=("external",))),
+    "SFT, as many tokens": ("sft", dict(budget=("external", "policy"))),
 }
 SWEEP = {  # of MInTRL-Const, whose correction is the right solution from the wrong step on, cut at so many tokens
     "one token": dict(max_correction_tokens=1),
     "the step and a line": dict(max_correction_tokens=9),
-    "the step and two lines": dict(max_correction_tokens=17),
     "the rest of the answer": dict(max_correction_tokens=WHOLE),
     "the whole answer": dict(max_correction_tokens=WHOLE, whole=True),
 }
@@ -70,14 +73,14 @@ SWEEP = {  # of MInTRL-Const, whose correction is the right solution from the wr
 
 
 def question(rng: random.Random, hard: bool) -> tuple[str, str]:
-    """A subtraction of two numbers of DIGITS digits, one column of which needs a borrow (none, if not ``hard``)."""
+    """A subtraction of two numbers of four digits, one column of which needs a borrow (none, if not ``hard``)."""
     while True:
-        a, b = (rng.randrange(10 ** (DIGITS - 1), 10**DIGITS) for _ in range(2))
+        a, b = (rng.randrange(1000, 10000) for _ in range(2))
         borrows, borrow = 0, 0
-        for p in range(DIGITS):
+        for p in range(4):
             borrow = int(a // 10**p % 10 - borrow < b // 10**p % 10)
             borrows += borrow
-        if borrows == hard and a - b >= 10 ** (DIGITS - 1):
+        if borrows == hard and a - b >= 1000:
             return f"{a}-{b}=", str(a - b)
 
 
@@ -192,8 +195,9 @@ def pretrain(tokenizer: Any, seed: int, steps: int, batch: int = 64) -> PreTrain
     return model.eval()
 
 
-def pretrained(folder: Path, seed: int, steps: int) -> Path:
+def pretrained(folder: Path, steps: int, seed: int) -> Path:
     """Folder of the policy of a seed, made once."""
+    torch.set_num_threads(1)
     path = folder / f"policy-{seed}"
     if not (path / "config.json").exists():
         started, tokenizer = time.perf_counter(), make_tokenizer()
@@ -245,8 +249,7 @@ def run(name: str, seed: int, path: Path, folder: Path, steps: int) -> dict[str,
         models["verifier"] = make_verifier(changes.pop("whole", False))
         limit = changes.get("max_correction_tokens", STEP)
         settings |= dict(num_controls=GENERATIONS // 2, beta=BETA, intervention_updates=round(INTERVENE * steps),
-                         steps=re.compile("[=,]"), chunk=8, longest_chunk=LENGTH, max_reviews=6, max_interventions=2,
-                         reserve=2, external_share=None)  # fmt: skip
+                         steps=re.compile("[=,]"), external_share=None, **REVIEWS)  # fmt: skip
         if limit == WHOLE:  # then the answer is given away, and is meant to be
             settings["leaks"] = lambda text, row: False
     args = {"grpo": fc.GRPOConfig, "mintrl": fc.MInTRLConfig}[method](**settings | changes)
@@ -262,14 +265,10 @@ def run(name: str, seed: int, path: Path, folder: Path, steps: int) -> dict[str,
         "curve": [(row["step"], row["eval/solo/reward"]) for row in result.log_history if "eval/solo/reward" in row],
         "tokens": _tokens(rows),
         "reward": [row["reward"] for row in rows],
-        "figures": {
-            key: [row[f"mintrl/{key}"] for row in rows if row.get(f"mintrl/{key}") is not None]
-            for key in ("external_share_micro", "external_share_batch", "resume_success", "control/reward", "lift",
-                        "rescue_hard", "sign_flip_rate", "logprob/external", "kappa", "revise_rate", "rejected_rate")
-        },
+        "figures": {key: [row.get(f"mintrl/{key}") for row in rows] for key in FIGURES},
         "alarms": sorted({str(w.message) for w in alarms}),
         "after": measure(result.models["policy"]),
-    }  # fmt: skip
+    }
 
 
 def _tokens(rows: list[dict[str, Any]]) -> dict[str, int]:
@@ -324,6 +323,16 @@ def task(name: str, seed: int, path: Path, work: Path, steps: int, tokens: int |
     return run(name, seed, path, work / f"{re.sub('[^A-Za-z]+', '-', name)}-{seed}", steps)
 
 
+def reviewed(path: Path, count: int = 3) -> list[Any]:
+    """A few rollouts of the policy at the start under the verifier, as the report shows them."""
+    rows, sampling = held_out()[:count], fc.SamplingParams(max_new_tokens=LENGTH)
+    engine = fc.Engine({"policy": path}, kv_memory="64MiB")
+    plan = Intervene(verifier=make_verifier(), max_tokens=STEP, steps=re.compile("[=,]"), **REVIEWS)
+    found = engine.generate([r["prompt"] for r in rows], schedule=plan, sampling=sampling)
+    right = correct([r.text for r in found], [r["answer"] for r in rows])
+    return [sample_of(r, engine.tokenizer, rows[r.group]["prompt"], x) for r, x in zip(found, right, strict=True)]
+
+
 def report(found: dict[str, Any], path: Path) -> None:
     """A page: the table of arms and levels, and held-out accuracy by step, means over the seeds."""
     curves, table = {}, []
@@ -333,19 +342,24 @@ def report(found: dict[str, Any], path: Path) -> None:
             continue
         start = [found["start"][str(r["seed"])] for r in runs]
         if name in ARMS:
-            points = zip(*(r["curve"] for r in runs), strict=True)
-            curve = [{"step": p[0][0], "accuracy": mean(a for _, a in p)} for p in points]
-            curves[name] = [{"step": 0, "accuracy": mean(s["hard"] for s in start)}, *curve]
+            points = [[(0, mean(s["hard"] for s in start))], *zip(*(r["curve"] for r in runs), strict=True)]
+            curve = {p[0][0]: {"accuracy": mean(a for _, a in p)} for p in points}
+            for key in SHOWN if "figures" in runs[0] else ():
+                for step, values in enumerate(zip(*(r["figures"][key] for r in runs), strict=True), 1):
+                    if None not in values:
+                        curve.setdefault(step, {})[f"mintrl/{key}"] = mean(values)
+            curves[name] = [{"step": step} | row for step, row in sorted(curve.items())]
         table.append([name if name in ARMS else f"Const: {name}", *_cells(runs, start, found["steps"])])
     header = ["arm", "external share", "external tokens", "policy's tokens", "resumed right", "at the stop", "by seed",
               "no borrow", "log-prob of the step"]  # fmt: skip
     settings = {"steps": found["steps"], "seconds": found["seconds"], "task": __doc__.split("\n\n", 2)[2]}
-    write_report(path, curves, {"header": header, "rows": table}, settings=settings)
+    samples = {"MInTRL, the policy at the start": found["reviewed"]}
+    write_report(path, curves, {"header": header, "rows": table}, samples, settings)
 
 
 def _cells(runs: list[dict[str, Any]], start: list[dict[str, float]], steps: int) -> list[str]:
     def average(key: str, digits: int) -> str:
-        values = [x for r in runs for x in r.get("figures", {}).get(key, [])]
+        values = [x for r in runs for x in r.get("figures", {}).get(key, []) if x is not None]
         return f"{mean(values):.{digits}f}" if values else "–"
 
     stop = INTERVENE * steps
@@ -366,7 +380,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a policy of its own for each")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--pretrain", type=int, default=700, help="supervised steps of each policy")
+    parser.add_argument("--pretrain", type=int, default=500, help="supervised steps of each policy")
     parser.add_argument("--only", nargs="+", default=[""], help="arms with one of these texts")
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -374,32 +388,32 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     arms = [name for name in [*ARMS, *SWEEP] if any(text in name for text in options.only)]
-    started, results, budgets = time.perf_counter(), [], {}
+    started, results = time.perf_counter(), []
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
-        made = {s: pool.submit(pretrained, options.work, s, options.pretrain) for s in options.seeds}
-        paths = {s: future.result() for s, future in made.items()}
-        measured = {s: pool.submit(measure, path) for s, path in paths.items()}
-        start = {str(s): future.result() for s, future in measured.items()}
+        made = pool.map(partial(pretrained, options.work, options.pretrain), options.seeds)
+        paths = dict(zip(options.seeds, made, strict=True))
+        start = dict(zip(map(str, options.seeds), pool.map(measure, paths.values()), strict=True))
+        drafts = pool.submit(reviewed, paths[options.seeds[0]]).result()
         for seed, figures in start.items():
             print(f"policy {seed} at the start: {figures}", flush=True)
-        for is_tuned in (False, True):  # the supervised arms read as many tokens as MInTRL-Const's runs had
+        for is_tuned in (False, True):
+            const = [r["tokens"] for r in results if r["arm"] == "MInTRL-Const"]
+            if is_tuned and not const:
+                break  # the supervised arms read as many tokens as MInTRL-Const's runs have, in the mean
             waiting = []
             for seed in options.seeds:
                 for name in arms:
-                    budget = ARMS[name][1].get("budget") if name in ARMS else None
-                    if (budget is not None) == is_tuned and (seed in budgets or not is_tuned):
-                        tokens = budgets[seed][budget] if is_tuned else None
-                        waiting.append(pool.submit(task, name, seed, paths[seed], options.work, options.steps, tokens))
+                    kinds = ARMS[name][1].get("budget", ()) if name in ARMS else ()
+                    if bool(kinds) == is_tuned:
+                        budget = round(mean(sum(t[kind] for kind in kinds) for t in const)) if kinds else None
+                        waiting.append(pool.submit(task, name, seed, paths[seed], options.work, options.steps, budget))
             for future in as_completed(waiting):
                 results.append(r := future.result())
-                if r["arm"] == "MInTRL-Const":
-                    every = r["tokens"]
-                    budgets[r["seed"]] = {"external": every["external"], "tokens": every["policy"] + every["external"]}
                 told = f"{r['after']['hard']:.3f}, no borrow {r['after']['easy']:.3f}, {r['tokens']}"
                 print(f"seed {r['seed']}  {r['arm']}: {told}  ({r['seconds']:.0f} s) {r.get('alarms', '')}", flush=True)
                 results.sort(key=lambda r: (r["seed"], [*ARMS, *SWEEP].index(r["arm"])))
-                seconds = round(time.perf_counter() - started)
-                found = {"start": start, "steps": options.steps, "seconds": seconds, "runs": results}
+                found = {"start": start, "steps": options.steps, "seconds": round(time.perf_counter() - started)}
+                found |= {"reviewed": drafts, "runs": results}
                 (options.out / "mintrl_arithmetic.json").write_text(json.dumps(found, indent=1))
                 report(found, options.out / "mintrl_arithmetic.html")
 
