@@ -254,7 +254,7 @@ def run(name: str, seed: int, path: Path, folder: Path, steps: int) -> dict[str,
                          steps=re.compile("[=,]"), external_share=None, **REVIEWS)  # fmt: skip
         if limit == WHOLE:  # then the answer is given away, and is meant to be
             settings["leaks"] = lambda text, row: False
-    args = {"grpo": fc.GRPOConfig, "mintrl": fc.MInTRLConfig}[method](**settings | changes)
+    args = (fc.GRPOConfig if method == "grpo" else fc.MInTRLConfig)(**settings | changes)
     started = time.perf_counter()
     with warnings.catch_warnings(record=True) as alarms:
         warnings.simplefilter("always")
@@ -295,8 +295,7 @@ def tune(name: str, seed: int, path: Path, tokens: int, steps: int) -> dict[str,
     size = max(8, math.ceil(count / steps))
     batches = [[rows[j % len(rows)] for j in range(i, min(i + size, count))] for i in range(0, count, size)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=ARMS[name][1]["rate"], betas=(0.9, 0.95), weight_decay=0.0)
-    curve, started = [], time.perf_counter()
-    asked = held_out()
+    curve, started, asked = [], time.perf_counter(), held_out()
     for step, batch in enumerate(batches, 1):
         loss_of(model, batch).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -321,9 +320,8 @@ def tune(name: str, seed: int, path: Path, tokens: int, steps: int) -> dict[str,
 
 def task(name: str, seed: int, path: Path, work: Path, steps: int, tokens: int | None) -> dict[str, Any]:
     torch.set_num_threads(1)
-    if tokens is not None:
-        return tune(name, seed, path, tokens, steps)
-    return run(name, seed, path, work / f"{re.sub('[^A-Za-z]+', '-', name)}-{seed}", steps)
+    folder = work / f"{re.sub('[^A-Za-z]+', '-', name)}-{seed}"
+    return run(name, seed, path, folder, steps) if tokens is None else tune(name, seed, path, tokens, steps)
 
 
 def reviewed(path: Path, count: int = 3) -> list[Any]:
@@ -340,8 +338,7 @@ def report(found: dict[str, Any], path: Path) -> None:
     """A page: the table of arms and levels, and held-out accuracy by step, means over the seeds."""
     curves, table = {}, []
     for name in [*ARMS, *SWEEP]:
-        runs = [r for r in found["runs"] if r["arm"] == name]
-        if not runs:
+        if not (runs := [r for r in found["runs"] if r["arm"] == name]):
             continue
         start = [found["start"][str(r["seed"])] for r in runs]
         if name in ARMS:
@@ -353,25 +350,21 @@ def report(found: dict[str, Any], path: Path) -> None:
                         curve.setdefault(step, {})[f"mintrl/{key}"] = mean(values)
             curves[name] = [{"step": step} | row for step, row in sorted(curve.items())]
         table.append([name if name in ARMS else f"Const: {name}", *_cells(runs, start, found["steps"])])
-    header = ["arm", "external share", "external tokens", "policy's tokens", "resumed right", "at the stop", "by seed",
-              "no borrow", "log-prob of the step"]  # fmt: skip
+    header = "arm|external share|external tokens|policy's tokens|at the stop|after, by seed|no borrow|log-prob"
     settings = {"steps": found["steps"], "seconds": found["seconds"], "task": __doc__.split("\n\n", 2)[2]}
-    samples = {"MInTRL, the policy at the start": found["reviewed"]}
-    write_report(path, curves, {"header": header, "rows": table}, samples, settings)
+    write_report(
+        path, curves, {"header": header.split("|"), "rows": table}, {"at the start": found["reviewed"]}, settings
+    )
 
 
 def _cells(runs: list[dict[str, Any]], start: list[dict[str, float]], steps: int) -> list[str]:
-    def average(key: str, digits: int) -> str:
-        values = [x for r in runs for x in r.get("figures", {}).get(key, []) if x is not None]
-        return f"{mean(values):.{digits}f}" if values else "–"
-
+    shares = [x for r in runs for x in r.get("figures", {}).get("external_share_micro", []) if x is not None]
     stop = INTERVENE * steps
-    at_stop = [next(a for s, a in reversed(r["curve"]) if s <= stop) for r in runs if r["curve"][0][0] <= stop]
+    at_stop = [max((s, a) for s, a in r["curve"] if s <= stop)[1] for r in runs if shares]
     return [
-        average("external_share_micro", 3),
+        f"{mean(shares):.3f}" if shares else "–",
         f"{mean(r['tokens']['external'] for r in runs):,.0f}",
         f"{mean(r['tokens']['policy'] + r['tokens']['dropped'] for r in runs):,.0f}",
-        average("resume_success", 2),
         f"{mean(at_stop):.2f}" if at_stop else "–",
         ", ".join(f"{r['after']['hard']:.2f}" for r in runs),
         " → ".join(f"{mean(x):.2f}" for x in ([s["easy"] for s in start], [r["after"]["easy"] for r in runs])),
@@ -400,10 +393,10 @@ def main(argv: list[str] | None = None) -> None:
         for seed, figures in start.items():
             print(f"policy {seed} at the start: {figures}", flush=True)
         for is_tuned in (False, True):
-            const = [r["tokens"] for r in results if r["arm"] == "MInTRL-Const"]
+            # the supervised arms read as many tokens as MInTRL-Const's runs have, in the mean
+            const, waiting = [r["tokens"] for r in results if r["arm"] == "MInTRL-Const"], []
             if is_tuned and not const:
-                break  # the supervised arms read as many tokens as MInTRL-Const's runs have, in the mean
-            waiting = []
+                break
             for seed in options.seeds:
                 for name in arms:
                     kinds = ARMS[name][1].get("budget", ()) if name in ARMS else ()
