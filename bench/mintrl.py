@@ -191,10 +191,13 @@ def run_case(case: Case, policy: PreTrainedModel, verifier: PreTrainedModel, dev
     timings = interleave(written, case.rounds, MOST_S, device)
     equal = sum(map(list.__eq__, ids[REVIEWED], ids[REPREFILL]))
     speed = {name: sum(map(len, ids[name])) / t.wall for name, t in timings.items()}
+    cpu = {name: t.cpu for name, t in timings.items()}
     return {
         **vars(case),
         "of_solo": speed[REVIEWED] / speed[SOLO],
         "of_reprefill": speed[REVIEWED] / speed[REPREFILL],
+        "of_solo_by_cpu": cpu[SOLO] / cpu[REVIEWED],
+        "of_reprefill_by_cpu": cpu[REPREFILL] / cpu[REVIEWED],
         "rows_equal": equal,
         **runs.figures(),
         "variants": {name: {"tokens_per_s": speed[name], **t.to_dict()} for name, t in timings.items()},
@@ -206,9 +209,9 @@ def show(results: list[dict[str, Any]]) -> str:
         [
             f"{v['rows']} rows, {v['new_tokens']} new, chunk {v['chunk']}",
             *(f"{v['variants'][name]['tokens_per_s']:.0f}" for name in (SOLO, REVIEWED, REPREFILL)),
-            f"{v['of_solo']:.3f}",
-            f"{v['of_reprefill']:.2f}",
-            f"{v['reviews']}",
+            f"{v['of_solo']:.3f} ({v['of_solo_by_cpu']:.3f})",
+            f"{v['of_reprefill']:.2f} ({v['of_reprefill_by_cpu']:.2f})",
+            f"{v['reviews']}, {v['interventions']}",
             f"{v['external_share']:.2%}",
             f"{v['read_per_token']:.2f}",
             f"{v['dropped_share']:.2%}",
@@ -217,8 +220,8 @@ def show(results: list[dict[str, Any]]) -> str:
         ]
         for v in results
     ]
-    head = ["tokens/s", SOLO, REVIEWED, REPREFILL, "b ÷ a", "b ÷ c", "reviews", "external", "verifier's reads a token",
-            "dropped", "rows b = c", "runs"]  # fmt: skip
+    head = ["tokens/s", SOLO, REVIEWED, REPREFILL, "b ÷ a (by CPU time)", "b ÷ c", "reviews, cuts", "external",
+            "reads a token", "dropped", "rows b = c", "runs"]  # fmt: skip
     return table(head, cells)
 
 
