@@ -31,7 +31,7 @@ class Reprefill:
     """``loop(prompts, rows, new_tokens) -> ids``: decode a chunk, ask for verdicts, for corrections, cut, go on.
 
     ``engine`` and the verifier's keep no prefix cache, so that each of the three calls reads every row anew. Where a
-    chunk ends depends on its text; the first run finds out by writing on and cutting, later ones know each length.
+    chunk ends depends on its text: without ``learn`` the first run finds out by writing on and cutting.
     """
 
     def __init__(self, engine: fc.Engine, schedule: Intervene) -> None:
@@ -54,6 +54,19 @@ class Reprefill:
             if due:
                 self._review(due, rows, new_tokens)
         return [text.ids for text in texts]
+
+    def learn(self, rollouts: Sequence[fc.Rollout]) -> None:
+        """Take the lengths of the chunks from what the engine wrote; the loop should write the same."""
+        for r in rollouts:
+            cuts, settled, end = iter(r.interventions), 0, len(r.ids)
+            for review in [*r.reviews, None]:
+                here = tuple(r.prompt_ids + r.ids[:settled])
+                self.lengths[here] = (review.position if review else end) - settled
+                if review and review.outcome == "intervention":
+                    cut = next(cuts)
+                    settled = cut.position + len(cut.inserted)
+                elif review:
+                    settled = review.position
 
     def _may(self, text: Text) -> bool:
         return text.reviews < self.schedule.max_reviews and text.fixes < self.schedule.max_interventions

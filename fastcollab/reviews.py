@@ -1,9 +1,9 @@
 """Reviews: which rows of a batch wait for a verifier, and what its verdicts make of them (mintrl 2.2, 5, 6).
 
-A row stops at the end of a chunk and holds its place in the batch; the others go on. Verdicts are asked for many rows
-at once: when those that wait are a part of those that may, or nothing else can be written. Keep: the row goes on.
-Revise: both its text and its KV are cut at the step, the correction is appended, and the row goes on with fresh random
-numbers.
+A row stops at the end of a chunk and holds its place in the batch; the others go on. Verdicts, and apart from them
+corrections, are asked for many rows at once: when those that wait are a part of those that may, or nothing else can be
+written. Keep: the row goes on. Revise: both its text and its KV are cut at the step, the correction is appended, and
+the row goes on with fresh random numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from fastcollab.types import Intervention, Review
 from fastcollab.verifiers import Request, Revise, settle
 
 POLICY, VERIFIER = 0, 1  # authors
-PART = 4  # a verifier that is not remote stops the batch: it is asked when one in PART of the open rows waits
+PART = 8  # a verifier that is not remote stops the batch: it is asked when one in PART of the open rows waits
+
+ROUNDS = 2  # and for corrections at the latest after so many verdicts more
 
 
 @dataclass
@@ -50,8 +52,10 @@ class Reviews:
         self.rules = CorrectionRules(steps, schedule.max_tokens, schedule.reserve, schedule.leaks, tuple(stop_ids))
         self.stop_ids = set(stop_ids)
         self.open = set(drafts)  # rows that may be reviewed yet
-        self.waiting: dict[int, Request] = {}
-        self.asked: dict[int, Request] = {}
+        self.waiting: dict[int, Request] = {}  # for a verdict
+        self.wrong: dict[int, tuple[Request, int]] = {}  # for the correction from a step on
+        self.rounds = 0  # of verdicts since the first of these
+        self.asked: dict[int, Any] = {}  # what is with the verifier, of either kind
         self.worker = ThreadPoolExecutor(1) if getattr(schedule.verifier, "remote", False) else None
         self.future: Future | None = None
 
@@ -60,7 +64,7 @@ class Reviews:
     def look(self) -> None:
         """Decide for each row that asks: go on writing, or wait for a verdict."""
         for i in self.scheduler.asking():
-            if i in self.drafts and i not in self.waiting and i not in self.asked:
+            if i in self.drafts and not any(i in rows for rows in (self.waiting, self.wrong, self.asked)):
                 request = self._due(i)
                 if request is None:
                     self.scheduler.set_author(i, POLICY)
@@ -77,19 +81,22 @@ class Reviews:
                 self.open.discard(i)
 
     def move(self, idle: bool) -> bool:
-        """Ask for verdicts and apply those that came; ``idle``: no row can be written on. True while any is open."""
-        enough = idle or self.worker is not None or PART * len(self.waiting) >= len(self.open)
-        if self.waiting and not self.asked and enough:
-            self.asked, self.waiting = self.waiting, {}
-            requests = list(self.asked.values())
-            if self.worker is not None:
-                self.future = self.worker.submit(self._ask, requests)
-            else:
-                self._apply(self._ask(requests))
+        """Ask the verifier, apply what it answered; ``idle``: no row can be written on. True while any row waits."""
         if self.future is not None and (idle or self.future.done()):
             answers, self.future = self.future.result(), None
             self._apply(answers)
-        return bool(self.waiting or self.asked)
+        for queue, ask in ((self.waiting, self._verdicts), (self.wrong, self._corrections)):
+            enough = idle or self.worker is not None or PART * len(queue) >= len(self.open)
+            late = queue is self.wrong and self.rounds >= ROUNDS
+            if queue and (enough or late) and not self.asked:
+                self.asked, idle = dict(queue), False  # what a verdict keeps can be written on
+                self.rounds = self.rounds + 1 if self.wrong and queue is self.waiting else 0
+                queue.clear()
+                if self.worker is not None:
+                    self.future = self.worker.submit(ask, list(self.asked.values()))
+                else:
+                    self._apply(ask(list(self.asked.values())))
+        return bool(self.waiting or self.wrong or self.asked)
 
     def close(self) -> None:
         if self.worker is not None:
@@ -118,25 +125,28 @@ class Reviews:
         left = tuple(self.steps.text(ids[a:b]) for a, b in pairwise(starts))
         return Request(draft.prompt, draft.accepted, texts, draft.row, ended, first, left)
 
-    def _ask(self, requests: Sequence[Request]) -> list[tuple[Any, Any]]:
-        """(verdict, correction as the verifier wrote it or None) of each request."""
-        verifier, requests = self.schedule.verifier, tuple(requests)  # a tuple: nobody sorts it in place
-        verdicts = _one_each("verdicts", verifier.review(requests), requests)
-        verdicts = [settle(v, r) for v, r in zip(verdicts, requests, strict=True)]
-        wrong = [i for i, v in enumerate(verdicts) if isinstance(v, Revise)]
-        cuts = tuple(requests[i].cut(verdicts[i].step) for i in wrong)
-        raw = _one_each("corrections", verifier.correct(cuts), cuts) if cuts else ()
-        by_row = dict(zip(wrong, raw, strict=True))
-        return [(verdict, by_row.get(i)) for i, verdict in enumerate(verdicts)]
+    def _verdicts(self, requests: Sequence[Request]) -> list[Any]:
+        requests = tuple(requests)  # a tuple: nobody sorts it in place
+        verdicts = _one_each("verdicts", self.schedule.verifier.review(requests), requests)
+        return [settle(v, r) for v, r in zip(verdicts, requests, strict=True)]
 
-    def _apply(self, answers: Sequence[tuple[Any, Any]]) -> None:
+    def _corrections(self, wrong: Sequence[tuple[Request, int]]) -> Sequence[Any]:
+        cuts = tuple(request.cut(step) for request, step in wrong)
+        return _one_each("corrections", self.schedule.verifier.correct(cuts), cuts)
+
+    def _apply(self, answers: Sequence[Any]) -> None:
+        """``answers`` to what was asked: verdicts, or what the verifier wrote in place of wrong steps."""
         asked, self.asked = self.asked, {}
-        for (i, request), (verdict, raw) in zip(asked.items(), answers, strict=True):
+        for (i, about), answer in zip(asked.items(), answers, strict=True):
             draft, position = self.drafts[i], len(self.scheduler.view(i)[1])
-            if isinstance(verdict, Revise):
-                outcome = self._revise(i, draft, request, verdict.step, raw) or "intervention"
+            if not isinstance(about, Request):
+                request, step = about
+                outcome = self._revise(i, draft, request, step, answer) or "intervention"
+            elif isinstance(answer, Revise):
+                self.wrong[i] = (about, answer.step)
+                continue
             else:
-                outcome = verdict.reason or "keep"
+                request, outcome = about, answer.reason or "keep"
             draft.reviews.append(Review(position, outcome))
             if outcome != "intervention":
                 self._keep(i, draft, request)

@@ -209,6 +209,8 @@ def reviewed():
         for weight in [w for model in both for w in model.model.layers.parameters() if w.dim() == 2]:
             weight.mul_(4)  # else models this small repeat one word
     runs = mintrl.Runs(case, *both)
+    runs.script.every = 2
+    runs.loop.learn = lambda rollouts: None  # the loop finds the ends of chunks by itself
     return runs, {name: call() for name, call in runs.calls().items()}
 
 
@@ -222,7 +224,10 @@ def test_mintrl_writes_texts_that_cross_as_they_are(reviewed):
 def test_mintrl_loop_writes_what_the_engine_writes(reviewed):
     runs, ids = reviewed
     assert ids[mintrl.REVIEWED] == ids[mintrl.REPREFILL] != ids[mintrl.SOLO]
-    assert ids[mintrl.REPREFILL] == runs.reprefill()  # the second run knows where chunks end
+    found = dict(runs.loop.lengths)
+    assert ids[mintrl.REPREFILL] == runs.reprefill() and found == runs.loop.lengths  # it knows where chunks end
+    mintrl.Reprefill.learn(runs.loop, runs.rollouts)
+    assert found == runs.loop.lengths  # as the engine found them
     assert all(len(row) == 120 for found in ids.values() for row in found)
     assert runs.loop.engine.stats()["cached"] == runs.loop.verifier.engine.stats()["cached"] == 0
 
@@ -240,9 +245,9 @@ def test_mintrl_figures_are_counts_of_the_rollouts(reviewed):
 def test_mintrl_script_spares_the_verifier_no_choice():
     """The model chooses between KEEP and REVISE at every review; where the script revises, a number as well."""
     tokens = mintrl.tokenizer()
-    script = mintrl.Script(tokens, spread=2)
+    script = mintrl.Script(tokens, every=2)
     request = mintrl.Request("task", (), ("one\n\n", "two\n\n", "three"), {"row": 1})
-    keep, revise = script(request), script(request)
+    keep, revise = script(request), script(request)  # row 1 is revised at its reviews 1, 3, ...
     assert set(keep.values()) == {mintrl.Keep()} and set(revise.values()) == {mintrl.Revise(1)}
     real = mintrl.verifiers.verdict_choices(tokens, request, tokens.eos_token_id)
     first = {ids[0] for ids in real}
