@@ -233,7 +233,7 @@ def test_an_operator_that_is_absent_is_skipped_with_its_reason(tmp_path, monkeyp
 
 def test_the_command_hands_on_its_arguments(monkeypatch, tmp_path):
     calls = []
-    for name in ("ops", "rollout", "handoff", "kernels"):
+    for name in ("ops", "rollout", "handoff", "corl", "mintrl", "kernels"):
         module = getattr(command, name)
         monkeypatch.setattr(module, "run", lambda *args, name=name: calls.append((name, *args)) or 7)
     out = tmp_path / "x.json"
@@ -241,4 +241,4 @@ def test_the_command_hands_on_its_arguments(monkeypatch, tmp_path):
     assert command.main(["kernels", "--out", str(out)]) == 7
     assert command.main(["all", "--device", "cpu", "--out", str(out)]) == 0
     assert calls == [("ops", out, True, "cpu", "head"), ("kernels", out, ""), ("ops", out, False, "cpu", ""),
-                     ("rollout", out, False, "cpu"), ("handoff", out, False, "cpu")]  # fmt: skip
+                     *((name, out, False, "cpu") for name in ("rollout", "handoff", "corl", "mintrl"))]  # fmt: skip
