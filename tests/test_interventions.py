@@ -286,7 +286,12 @@ def test_an_interrupt_does_not_wait_for_a_verdict():
         answer.wait(20)
         return [Keep() for _ in requests]
 
-    threading.Thread(target=lambda: asked.wait() and os.kill(os.getpid(), signal.SIGINT)).start()
+    def interrupt():
+        asked.wait()
+        time.sleep(0.5)  # by now no row can be written on, and the engine waits
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         engine().generate(PROMPTS, schedule=Intervene(verifier=far(review), chunk=6, steps=LINES), sampling=GREEDY)
