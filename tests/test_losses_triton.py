@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from loss_cases import DEVICE, F32, POLICY, REGRESSION, batch, check, poison, results
@@ -16,8 +18,10 @@ pytest.importorskip("triton")
 def small_blocks(monkeypatch):
     """In the interpreter a program is slow and a large block of tokens is mostly empty."""
     if DEVICE == "cpu":
-        for name in ("segments", "policy_loss", "advantage_regression"):
-            monkeypatch.setattr(f"fastcollab.kernels.{name}.BLOCK", 32)
+        names = ("segments", "policy_loss", "advantage_regression")
+        modules = [importlib.import_module(f"fastcollab.kernels.{name}") for name in names]
+        for module in modules:  # all are imported by now: one that came later would keep the small block for good
+            monkeypatch.setattr(module, "BLOCK", 32)
         monkeypatch.setattr("fastcollab.kernels.segments._CHUNK", 2)
         monkeypatch.setattr("fastcollab.kernels.advantage_regression._SCORED", 4)
 

@@ -245,14 +245,13 @@ def endpoint(reply, **options):
                 self.answer(*reply(n, body))
             except OSError:
                 pass  # the client has gone
-            finally:
-                with lock:
-                    flying["now"] -= 1
 
         def answer(self, status, answer, headers=None, seconds=0):
             data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             drip = seconds if isinstance(seconds, list) else []  # a byte, a pause, a byte, …
             done.wait(0 if drip else seconds)
+            with lock:
+                flying["now"] -= 1  # before the client can know it
             if status is None:
                 return  # and close the connection
             self.send_response(status)
