@@ -23,7 +23,6 @@ from fastcollab.verifiers import Request, Revise, settle
 
 POLICY, VERIFIER = 0, 1  # authors
 PART = 8  # a verifier that is not remote stops the batch: it is asked when one in PART of the open rows waits
-
 ROUNDS = 2  # and for corrections at the latest after so many verdicts more
 
 

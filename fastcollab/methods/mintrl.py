@@ -190,8 +190,8 @@ class MInTRL(Method):
         return named(row)
 
     def forget(self) -> None:
-        if self.reader is not None:
-            self.reader.forget()
+        if isinstance(self.verifier, ModelVerifier):
+            self.verifier.forget()
 
     def state_dict(self) -> dict[str, Any]:
         return {"kappa": self.kappa, "steering": self.steering.state_dict()}
