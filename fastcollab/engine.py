@@ -152,8 +152,7 @@ class Engine:
         require(not isinstance(prompts, str), "prompts", prompts, "a list of prompts")
         require(len(prompts) > 0, "prompts", list(prompts), "at least one prompt")
         require(uids is None or len(uids) == len(prompts), "uids", uids and len(uids), f"{len(prompts)}, one a prompt")
-        reviewed = any(isinstance(s, Intervene) for s in schedules)
-        if reviewed:
+        if any(isinstance(s, Intervene) for s in schedules):
             plain = not sampling.truncates and not sampling.stop
             require(plain, "sampling", sampling, "neither top-k, top-p, min-p nor stop strings under Intervene")
         if sampling.stop and self.tokenizer is None:
@@ -172,19 +171,17 @@ class Engine:
         started = perf_counter()
         try:
             seated: dict[int, Seat] = {}
+            drafts: dict[int, Draft] = {}
             for seat in sorted(seats, key=lambda seat: not isinstance(seat.schedule, Intervene)):
                 # rows that will wait for a verifier start first: the others fill the gaps (mintrl 5.5)
                 policy, limit = self._policy(seat.schedule), limits[seat.group]
                 row = self.scheduler.add(encoded[seat.group], seat.key, seat.group, limit, policy, sampling.ignore_eos)
                 seated[row] = seat
-            drafts = {}
-            for row, (group, *_, own) in seated.items():
-                if isinstance(own, Intervene):
-                    text = prompts[group] if isinstance(prompts[group], str) else decode(self.tokenizer, encoded[group])
-                    drafts[row] = Draft(
-                        text, dict(rows[group]) if rows is not None else {}
-                    )  # a verifier may write in it
-            reviews = self._reviews(seated, drafts, limits) if reviewed else []
+                if isinstance(seat.schedule, Intervene):
+                    asked, given = prompts[seat.group], {} if rows is None else rows[seat.group]
+                    text = asked if isinstance(asked, str) else decode(self.tokenizer, encoded[seat.group])
+                    drafts[row] = Draft(text, dict(given))  # a copy: a verifier may write in it
+            reviews = self._reviews(seated, drafts, limits)
             try:
                 mass = self._run(sampling, seated, reviews, allowed)
             finally:
@@ -305,7 +302,7 @@ class Engine:
                 )
             ended = scheduler.commit(m, ids, logprob, perf_counter())
             for each in reviews:
-                each.ended([] if sampling.ignore_eos else ended.tolist())
+                each.ended(ended.tolist(), sampling.ignore_eos)
                 open_reviews |= bool(each.waiting)
             self._rows_in[m] += len(plan.rows)
             if mass is not None:

@@ -70,10 +70,10 @@ class Reviews:
                 else:
                     self.waiting[i] = request
 
-    def ended(self, rows: Sequence[int]) -> None:
-        """Rows that their own EOS ended are reviewed too, while they may be (6.11)."""
+    def ended(self, rows: Sequence[int], ignore_eos: bool = False) -> None:
+        """Rows that their own EOS ended are reviewed too, while they may be (6.11); others are done."""
         for i in rows:
-            ids = self.scheduler.view(i)[1] if i in self.drafts else ()
+            ids = self.scheduler.view(i)[1] if i in self.drafts and not ignore_eos else ()
             if len(ids) and int(ids[-1]) in self.stop_ids and (request := self._due(i, ended=True)) is not None:
                 self.waiting[i] = request
             else:

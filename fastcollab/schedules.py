@@ -216,14 +216,7 @@ class Intervene(Schedule):
         return (Intervene, self.speakers, self.chunk, self.steps)  # without the verifier, which may be unloaded
 
     def made_steps(self, tokenizer: Any) -> Steps:
-        """The steps of a tokenizer, made once: that reads its whole vocabulary."""
-        if isinstance(self.steps, Steps):
-            return self.steps
-        made = self.__dict__.get("_made")
-        if made is None or made.tokenizer is not tokenizer:
-            made = Steps(tokenizer, self.steps)
-            object.__setattr__(self, "_made", made)
-        return made
+        return self.steps if isinstance(self.steps, Steps) else Steps(tokenizer, self.steps)
 
     def policy(self, tokenizer, vocab_size):
         if tokenizer is None:

@@ -106,6 +106,8 @@ class Trainer:
                 try:
                     rollouts = self.rollouts()
                     rewards, row = self.rewards(rollouts)
+                except FloatingPointError:
+                    raise  # the weights are no longer worth keeping, and would push good ones out of the limit
                 except Exception:  # a reward, a verifier: what was learnt so far is kept, the batch comes again
                     self.cursor.load_state_dict(cursor)
                     if args.save_steps and self.step:
@@ -219,7 +221,7 @@ class Trainer:
         """Lengths, speed and hand-offs."""
         lengths = [len(r.ids) for r in rollouts]
         stats = self.engine.stats()
-        row = {
+        return {
             "num_tokens": sum(lengths),
             "tokens_per_s/rollout": stats["tokens_per_s"],
             "completions/mean_length": float(np.mean(lengths)),
@@ -231,7 +233,6 @@ class Trainer:
             "engine/preemptions": stats["preemptions"],
             "engine/cached_tokens": stats["cached"],
         }
-        return row
 
     @staticmethod
     def rate(rollouts: Sequence[Rollout], since: float) -> float:

@@ -300,9 +300,10 @@ def test_an_interrupt_does_not_wait_for_a_verdict():
 
 
 def test_a_verifier_that_stops_the_batch_is_asked_for_many_rows_at_once(monkeypatch):
-    """It was asked as soon as one row waited, 1.2 rows a call; when it is asked changes no rollout."""
-    sampling, found, sizes = fc.SamplingParams(max_new_tokens=60), [], {}
-    for part in (4, 1 << 30):
+    """It was asked as soon as one row waited, 1.2 rows a call; when it is asked changes no rollout. At a high
+    temperature lines differ in length, and rows come at different times."""
+    sampling, found, sizes = fc.SamplingParams(temperature=2.5, max_new_tokens=60), [], {}
+    for part in (reviews.PART, 1 << 30):
         monkeypatch.setattr(reviews, "PART", part)
 
         def review(requests, part=part):
@@ -310,7 +311,9 @@ def test_a_verifier_that_stops_the_batch_is_asked_for_many_rows_at_once(monkeypa
             return [Revise(len(r.new) - 1) if len(r.accepted) % 3 == 1 else Keep() for r in requests]
 
         plan = Intervene(verifier=Own(review), chunk=8, longest_chunk=24, max_tokens=12, reserve=2, steps=LINES)
-        found.append(engine().generate(PROMPTS, n=6, schedule=[plan] * 4 + [fc.Solo()] * 2, sampling=sampling, seed=3))
+        found.append(
+            engine().generate(PROMPTS, n=18, schedule=[plan] * 16 + [fc.Solo()] * 2, sampling=sampling, seed=3)
+        )
     few, many = sizes.values()
     assert same(*found) and [r.reviews for r in found[0]] == [r.reviews for r in found[1]]
     assert sum(few) == sum(many) and any(r.interventions for r in found[0]) and 2 * len(few) < len(many)

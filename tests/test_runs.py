@@ -170,6 +170,20 @@ def test_a_failing_reward_or_verifier_loses_nothing(tmp_path):
     assert not list((tmp_path / "at once").glob("checkpoint-*"))
 
 
+def test_broken_weights_push_no_good_checkpoint_out(tmp_path):
+    args = trainer(tmp_path, max_steps=4, save_steps=2, save_total_limit=1).args
+    models = pair()
+
+    def break_at_three(row):
+        if row["step"] == 3:
+            with torch.no_grad():
+                next(models["senior"].parameters()).fill_(torch.nan)
+
+    with pytest.raises(FloatingPointError):
+        fc.train("tandem", models, ROWS, reward, args, callbacks=[break_at_three])
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
 def test_one_module_in_two_roles_is_refused(tmp_path):
     model = tiny_model("qwen3")
     with pytest.raises(ValueError, match="models: got one module as 'senior' and 'junior', need two, or 'base'"):

@@ -17,7 +17,7 @@ from fastcollab.corrections import gives_answer
 from fastcollab.engine import Engine
 from fastcollab.intervention_metrics import logprob_metrics, mean, named, outcome_metrics, review_metrics, share
 from fastcollab.learner import starting_weights
-from fastcollab.losses import anchors
+from fastcollab.losses import anchors, effective_advantage
 from fastcollab.methods.method import Method
 from fastcollab.model import Model
 from fastcollab.model_verifier import ModelVerifier
@@ -152,13 +152,17 @@ class MInTRL(Method):
 
     def _effective(self, items, old, foreign, anchor) -> dict[str, float | None]:
         """What the first step pushes by, of the rollouts that were corrected (spec 2.5, 3.9)."""
-        A = np.array([i.advantage for i in items])
-        fit = np.array([float((lp - a)[f].sum()) for a, lp, f in zip(anchor, old, foreign, strict=True)])  # Lambda
-        fixed, effective = np.array([f.any() for f in foreign]), A - self.args.beta * fit
-        arm = fit[[self.reviewed(i.rollout) for i in items]]
+        A, beta, masks = np.array([i.advantage for i in items]), self.args.beta, [i.mask for i in items]
+        effective = A  # of proxy anchors: they are the policy's own log-probs
+        if self.args.anchor == "const":
+            a, lp, mask = (torch.from_numpy(np.concatenate(parts)) for parts in (anchor, old, masks))
+            owner = torch.from_numpy(np.repeat(np.arange(len(items)), [len(m) for m in masks]))
+            effective = effective_advantage(a.double(), lp.double(), torch.from_numpy(A), mask, owner, beta).numpy()
+        arm = ((A - effective) / beta)[[self.reviewed(i.rollout) for i in items]]  # Lambda
+        fixed = np.array([f.any() for f in foreign])
         flips = mean((A * effective < 0)[fixed])
         external = np.array([f.sum() for f in foreign])
-        pull, tokens = np.abs(effective), np.array([i.mask.sum() for i in items])
+        pull, tokens = np.abs(effective), np.array([m.sum() for m in masks])
         if flips is not None and flips > self.args.sign_flip_limit and not self._warned:
             self._warned = True
             need = f"<= {self.args.sign_flip_limit}: lower beta ({self.args.beta:g}) or kappa ({self.kappa:.3g})"
