@@ -181,7 +181,7 @@ class Engine:
                     asked, given = prompts[seat.group], {} if rows is None else rows[seat.group]
                     text = asked if isinstance(asked, str) else decode(self.tokenizer, encoded[seat.group])
                     drafts[row] = Draft(text, dict(given))  # a copy: a verifier may write in it
-            reviews = self._reviews(seated, drafts, limits)
+            reviews = self._reviews(seated, drafts, limits, sampling.ignore_eos)
             try:
                 mass = self._run(sampling, seated, reviews, allowed)
             finally:
@@ -250,14 +250,17 @@ class Engine:
         for m in range(len(self.names)):
             self.scheduler.invalidate(m)
 
-    def _reviews(self, seated: dict[int, Seat], drafts: dict[int, Draft], limits: Sequence[int]) -> list[Reviews]:
+    def _reviews(
+        self, seated: dict[int, Seat], drafts: dict[int, Draft], limits: Sequence[int], ignore_eos: bool
+    ) -> list[Reviews]:
         """The reviews of each Intervene schedule of the call."""
         result = []
         for schedule in dict.fromkeys(seated[row].schedule for row in drafts):
             own = {row: draft for row, draft in drafts.items() if seated[row].schedule == schedule}
             stop_ids = sorted(self.models[schedule.speakers[0]].eos_ids)
             room = {row: limits[seated[row].group] for row in own}
-            result.append(Reviews(schedule, self.scheduler, schedule.made_steps(self.tokenizer), stop_ids, own, room))
+            steps = schedule.made_steps(self.tokenizer)
+            result.append(Reviews(schedule, self.scheduler, steps, stop_ids, own, room, ignore_eos))
         return result
 
     def _run(
@@ -302,7 +305,7 @@ class Engine:
                 )
             ended = scheduler.commit(m, ids, logprob, perf_counter())
             for each in reviews:
-                each.ended(ended.tolist(), sampling.ignore_eos)
+                each.end(ended.tolist())
                 open_reviews |= bool(each.waiting)
             self._rows_in[m] += len(plan.rows)
             if mass is not None:
@@ -370,6 +373,7 @@ class Engine:
             draws=[Draw(t, python_scheduler.REASONS[reason], writer) for t, reason, writer in record.draws],
             interventions=draft.interventions if draft else [],
             reviews=draft.reviews if draft else [],
+            unread=draft.unread if draft else 0,
             text=text,
             uid=seat.uid,
             group=seat.group,

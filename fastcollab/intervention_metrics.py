@@ -31,6 +31,7 @@ def review_metrics(rollouts: Sequence[Rollout], verifier_tokens: int | None = No
     reviews = [review.outcome for r in rollouts for review in r.reviews]
     found, asked = Counter(reviews), len(reviews)
     dropped = sum(len(i.dropped) for r in rollouts for i in r.interventions)
+    unread = sum(r.unread for r in rollouts)
     followed = [b.outcome == "intervention" for r in rollouts for a, b in zip(r.reviews, r.reviews[1:], strict=False)
                 if a.outcome == "intervention"]  # fmt: skip
     row = {
@@ -45,6 +46,7 @@ def review_metrics(rollouts: Sequence[Rollout], verifier_tokens: int | None = No
         "interventions_histogram": np.bincount(made).tolist(),
         "position": mean([i.position / len(r.ids) for r in rollouts for i in r.interventions]),
         "dropped_share": share(dropped, dropped + lengths.sum()),
+        "unread_share": share(unread, unread + dropped + lengths.sum()),
         "re_revise_rate": mean(followed),
         "copy_back_rate": mean([_copies_back(r, k) for r in rollouts for k in range(len(r.interventions))]),
         "verifier_tokens_per_token": None if verifier_tokens is None else share(verifier_tokens, lengths.sum()),

@@ -1,9 +1,9 @@
 """Reviews: which rows of a batch wait for a verifier, and what its verdicts make of them (mintrl 2.2, 5, 6).
 
-A row stops at the end of a chunk and holds its place in the batch; the others go on. Verdicts, and apart from them
-corrections, are asked for many rows at once: when those that wait are a part of those that may, or nothing else can be
-written. Keep: the row goes on. Revise: both its text and its KV are cut at the step, the correction is appended, and
-the row goes on with fresh random numbers.
+At the end of a chunk a row takes it that the verdict will be Keep and writes on (5.6), until it has another chunk to
+show or knows that the first is wrong; verdicts are asked for many rows at once. Keep: nothing is to be done. Revise:
+what came behind the reviewed text is forgotten, text and KV are cut at the step, the correction is appended, and the
+row goes on with fresh random numbers, so that it reads as if it had stopped for the verdict, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from fastcollab.types import Intervention, Review
 from fastcollab.verifiers import Request, Revise, settle
 
 POLICY, VERIFIER = 0, 1  # authors
-PART = 8  # a verifier that is not remote stops the batch: it is asked when one in PART of the open rows waits
-ROUNDS = 2  # and for corrections at the latest after so many verdicts more
+PART = 3  # a verifier that is not remote stops the batch: it is asked when one in PART of the open rows waits
 
 
 @dataclass
@@ -37,47 +36,60 @@ class Draft:
     floor: int = 0  # of these, up to the last correction: never reopened
     settled: int = 0  # response ids that they write
     external: int = 0  # ids that the verifier wrote
+    unread: int = 0  # ids written while a verdict was out that cut the text before them
     fixed: bool = False  # the last settled step is a correction
     reviews: list[Review] = field(default_factory=list)
     interventions: list[Intervention] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Due:
+    """A review of the first ``position`` response ids."""
+
+    request: Request
+    starts: tuple[int, ...]  # the response position of each step, accepted and new
+    position: int
 
 
 class Reviews:
     """The reviews of one call of ``generate``. ``drafts``: scheduler row -> its draft."""
 
     def __init__(self, schedule: Intervene, scheduler: Any, steps: Steps, stop_ids: Sequence[int],
-                 drafts: dict[int, Draft], limits: Mapping[int, int]) -> None:  # fmt: skip
+                 drafts: dict[int, Draft], limits: Mapping[int, int], ignore_eos: bool = False) -> None:  # fmt: skip
         self.schedule, self.scheduler, self.steps, self.drafts, self.limits = schedule, scheduler, steps, drafts, limits
         self.rules = CorrectionRules(steps, schedule.max_tokens, schedule.reserve, schedule.leaks, tuple(stop_ids))
-        self.stop_ids = set(stop_ids)
+        self.ends = frozenset(() if ignore_eos else stop_ids)
         self.open = set(drafts)  # rows that may be reviewed yet
-        self.waiting: dict[int, Request] = {}  # for a verdict
-        self.wrong: dict[int, tuple[Request, int]] = {}  # for the correction from a step on
-        self.rounds = 0  # of verdicts since the first of these
+        self.waiting: dict[int, Due] = {}  # for a verdict
+        self.wrong: dict[int, tuple[Due, int]] = {}  # for the correction from a step on
         self.asked: dict[int, Any] = {}  # what is with the verifier, of either kind
+        self.held: set[int] = set()  # rows that write no further than this before their answer is there
+        self.ended: set[int] = set()  # rows that wrote EOS or are full
         self.worker = ThreadPoolExecutor(1) if getattr(schedule.verifier, "remote", False) else None
         self.future: Future | None = None
 
     # -- from the engine's loop
 
     def look(self) -> None:
-        """Decide for each row that asks: go on writing, or wait for a verdict."""
+        """Decide for each row that asks: go on writing, be reviewed, or wait for the review before."""
         for i in self.scheduler.asking():
-            if i in self.drafts and not any(i in rows for rows in (self.waiting, self.wrong, self.asked)):
-                request = self._due(i)
-                if request is None:
-                    self.scheduler.set_author(i, POLICY)
-                else:
-                    self.waiting[i] = request
+            if i not in self.drafts or i in self.held:
+                continue
+            due = self._due(i)
+            if due is not None and not self._out(i):
+                self._enter(i, due)
+                due = None if self.schedule.optimistic else due
+            if due is None:
+                self.scheduler.set_author(i, POLICY)
+            else:
+                self.held.add(i)
 
-    def ended(self, rows: Sequence[int], ignore_eos: bool = False) -> None:
+    def end(self, rows: Sequence[int]) -> None:
         """Rows that their own EOS ended are reviewed too, while they may be (6.11); others are done."""
         for i in rows:
-            ids = self.scheduler.view(i)[1] if i in self.drafts and not ignore_eos else ()
-            if len(ids) and int(ids[-1]) in self.stop_ids and (request := self._due(i, ended=True)) is not None:
-                self.waiting[i] = request
-            else:
-                self.open.discard(i)
+            if i in self.drafts:
+                self.ended.add(i)
+                self._last(i)
 
     def move(self, idle: bool) -> bool:
         """Ask the verifier, apply what it answered; ``idle``: no row can be written on. True while any row waits."""
@@ -85,11 +97,9 @@ class Reviews:
             answers, self.future = self.future.result(), None
             self._apply(answers)
         for queue, ask in ((self.waiting, self._verdicts), (self.wrong, self._corrections)):
-            enough = idle or self.worker is not None or PART * len(queue) >= len(self.open)
-            late = queue is self.wrong and self.rounds >= ROUNDS
-            if queue and (enough or late) and not self.asked:
+            enough = idle or self.worker is not None or queue is self.wrong or PART * len(queue) >= len(self.open)
+            if queue and enough and not self.asked:
                 self.asked, idle = dict(queue), False  # what a verdict keeps can be written on
-                self.rounds = self.rounds + 1 if self.wrong and queue is self.waiting else 0
                 queue.clear()
                 if self.worker is not None:
                     self.future = self.worker.submit(ask, list(self.asked.values()))
@@ -103,7 +113,11 @@ class Reviews:
 
     # -- parts
 
-    def _due(self, i: int, ended: bool = False) -> Request | None:
+    def _out(self, i: int) -> bool:
+        """Whether an answer about row ``i`` is still to come."""
+        return any(i in rows for rows in (self.waiting, self.wrong, self.asked))
+
+    def _due(self, i: int, ended: bool = False) -> Due | None:
         """The review of row ``i`` if its chunk is complete and reviews are left."""
         draft, s = self.drafts[i], self.schedule
         if len(draft.reviews) >= s.max_reviews or len(draft.interventions) >= s.max_interventions:
@@ -122,62 +136,75 @@ class Reviews:
             return None
         first = draft.floor - len(draft.accepted) if s.rollback == "deep" and not draft.fixed else int(draft.fixed)
         left = tuple(self.steps.text(ids[a:b]) for a, b in pairwise(starts))
-        return Request(draft.prompt, draft.accepted, texts, draft.row, ended, first, left)
+        request = Request(draft.prompt, draft.accepted, texts, draft.row, ended, first, left)
+        return Due(request, starts, len(ids))
 
-    def _verdicts(self, requests: Sequence[Request]) -> list[Any]:
-        requests = tuple(requests)  # a tuple: nobody sorts it in place
+    def _enter(self, i: int, due: Due) -> None:
+        """Wait for the verdict; until it is there, what is shown counts as kept."""
+        draft = self.drafts[i]
+        self.waiting[i] = due
+        draft.reviews.append(Review(due.position, "keep"))
+        draft.accepted, draft.starts = draft.accepted + due.request.new, due.starts
+        draft.fixed, draft.settled = False, due.position
+
+    def _last(self, i: int) -> None:
+        """A row that ended, with no answer still to come, has its last review or none."""
+        if self._out(i):
+            return
+        ids = self.scheduler.view(i)[1]
+        if len(ids) and int(ids[-1]) in self.ends and (due := self._due(i, ended=True)) is not None:
+            self._enter(i, due)
+        else:
+            self.open.discard(i)
+
+    def _verdicts(self, asked: Sequence[Due]) -> list[Any]:
+        requests = tuple(due.request for due in asked)  # a tuple: nobody sorts it in place
         verdicts = _one_each("verdicts", self.schedule.verifier.review(requests), requests)
         return [settle(v, r) for v, r in zip(verdicts, requests, strict=True)]
 
-    def _corrections(self, wrong: Sequence[tuple[Request, int]]) -> Sequence[Any]:
-        cuts = tuple(request.cut(step) for request, step in wrong)
+    def _corrections(self, wrong: Sequence[tuple[Due, int]]) -> Sequence[Any]:
+        cuts = tuple(due.request.cut(step) for due, step in wrong)
         return _one_each("corrections", self.schedule.verifier.correct(cuts), cuts)
 
     def _apply(self, answers: Sequence[Any]) -> None:
         """``answers`` to what was asked: verdicts, or what the verifier wrote in place of wrong steps."""
         asked, self.asked = self.asked, {}
         for (i, about), answer in zip(asked.items(), answers, strict=True):
-            draft, position = self.drafts[i], len(self.scheduler.view(i)[1])
-            if not isinstance(about, Request):
-                request, step = about
-                outcome = self._revise(i, draft, request, step, answer) or "intervention"
-            elif isinstance(answer, Revise):
+            if isinstance(answer, Revise) and isinstance(about, Due):
                 self.wrong[i] = (about, answer.step)
+                self.held.add(i)
                 continue
+            if isinstance(about, Due):
+                due, outcome = about, answer.reason or "keep"
             else:
-                request, outcome = about, answer.reason or "keep"
-            draft.reviews.append(Review(position, outcome))
-            if outcome != "intervention":
-                self._keep(i, draft, request)
+                due, outcome = about[0], self._revise(i, *about, answer) or "intervention"
+            draft = self.drafts[i]
+            draft.reviews[-1] = Review(due.position, outcome)
+            self.held.discard(i)
+            if i in self.ended:
+                self._last(i)
+        self.look()  # those that were held
 
-    def _keep(self, i: int, draft: Draft, request: Request) -> None:
-        ids = self.scheduler.view(i)[1].tolist()
-        draft.starts += tuple(step.start for step in self.steps.split(ids, draft.settled))
-        draft.accepted, draft.fixed, draft.settled = draft.accepted + request.new, False, len(ids)
-        if request.ended:
-            self.open.discard(i)
-        else:
-            self.scheduler.set_author(i, POLICY)
-
-    def _revise(self, i: int, draft: Draft, request: Request, step: int, raw: Any) -> str | None:
+    def _revise(self, i: int, due: Due, step: int, raw: Any) -> str | None:
         """Cut the row at the step and append the correction; or why the rules reject it."""
         prompt, response, _ = self.scheduler.view(i)
-        ids = response.tolist()
-        starts = draft.starts + tuple(s.start for s in self.steps.split(ids, draft.settled))
-        step += len(draft.accepted)
-        at = starts[step]
-        correction: Correction = self.rules(raw, ids[:at], ids[at:], self.limits[i] - at, request.row)
+        draft, ids = self.drafts[i], response[: due.position].tolist()
+        at = due.starts[len(due.request.accepted) + step]
+        correction: Correction = self.rules(raw, ids[:at], ids[at:], self.limits[i] - at, due.request.row)
         most = self.schedule.cap * self.limits[i]
         reason = correction.reason or ("cap" if draft.external + len(correction.ids) > most else None)
         if reason:
             return reason
         self.scheduler.truncate(i, len(prompt) + at)
         self.scheduler.append_forced(i, correction.ids, VERIFIER)
+        self.ended.discard(i)
         draft.interventions.append(Intervention(at, tuple(ids[at:]), correction.ids))
-        draft.accepted = (*request.cut(step - len(draft.accepted)).accepted, correction.text)
-        draft.starts, draft.floor = (*starts[:step], at), step + 1
+        draft.accepted = (*due.request.cut(step).accepted, correction.text)
+        draft.floor = len(draft.accepted)
+        draft.starts = (*due.starts[: draft.floor - 1], at)
         draft.settled, draft.fixed = at + len(correction.ids), True
         draft.external += len(correction.ids)
+        draft.unread += len(response) - due.position
         return None
 
 

@@ -191,6 +191,7 @@ class Intervene(Schedule):
     rollback: str = "chunk"  # what may be cut: the new chunk, or "deep": back to just after the last correction (6.3)
     steps: Any = "text"
     leaks: Callable = gives_answer
+    optimistic: bool = True  # write on while a verdict is out; the rollouts are the same (mintrl 5.6)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -26,12 +28,13 @@ PLAIN = rollout(10, 1, [], ["keep", "out_of_range"])
 
 
 def test_shares_and_rates():
-    row = review_metrics([FIXED, COPIED, PLAIN], verifier_tokens=60)
+    row = review_metrics([FIXED, replace(COPIED, unread=15), PLAIN], verifier_tokens=60)
     assert row["external_share_micro"] == 3 / 40 and row["external_share_macro"] == pytest.approx((0.1 + 0.1 + 0) / 3)
     assert row["reviews"] == 8 / 3 and row["interventions"] == 2 / 3 and row["interventions_histogram"] == [1, 2]
     assert row["revise_rate"] == 5 / 8 and row["malformed_rate"] == 1 / 8 and row["out_of_range_rate"] == 1 / 8
     assert row["leak_rate"] == row["rejected_rate"] == 1 / 8 and row["noop_rate"] == 0
     assert row["position"] == pytest.approx((4 / 20 + 2 / 10) / 2) and row["dropped_share"] == 5 / 45
+    assert row["unread_share"] == 15 / 60
     assert row["re_revise_rate"] == 1 / 2  # after the first intervention another, after that a keep; COPIED's was last
     assert row["copy_back_rate"] == 1 / 2 and row["verifier_tokens_per_token"] == 60 / 40
 
