@@ -102,7 +102,7 @@ def _no_more(rest: Sequence[str]) -> None:
 
 
 def run_report(options: argparse.Namespace, rest: list[str]) -> int:
-    from fastcollab.report import report_folder
+    from fastcollab.run_folder import report_folder
 
     _no_more(rest)
     print(report_folder(options.folder, options.out))
@@ -128,7 +128,7 @@ def run_train(options: argparse.Namespace, rest: list[str]) -> int:
     if options.dry_run:
         print(to_yaml(run), end="")
         return 0
-    from fastcollab.report import save_inputs
+    from fastcollab.run_folder import save_inputs
     from fastcollab.trainer import train
 
     args = run["args"]

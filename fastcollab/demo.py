@@ -17,7 +17,8 @@ from fastcollab import tiny
 from fastcollab.config import GRPOConfig, SamplingParams, TandemConfig
 from fastcollab.engine import Engine
 from fastcollab.evaluation import evaluate, legibility
-from fastcollab.report import Sample, sample_of, save_inputs, write_report
+from fastcollab.report import Sample, sample_of, write_report
+from fastcollab.run_folder import save_inputs
 from fastcollab.schedules import Solo, Word
 from fastcollab.trainer import TrainResult, train
 from fastcollab.types import Rollout

@@ -177,6 +177,8 @@ class Intervene(Schedule):
     least ``chunk`` tokens and ends where a step does, at the latest after ``longest_chunk`` (by up to a chunk more:
     rows are looked at once a chunk). Budgets are per rollout. ``steps`` says what a step is
     (:class:`fastcollab.steps.Steps` or its ``boundary``), ``verifier`` is a :class:`fastcollab.verifiers.Verifier`.
+    Where it is ``optimistic`` a row writes on while its verdict is out (spec 5.6), at the price of
+    :attr:`Rollout.unread`; what it comes to is the same.
     """
 
     writers: tuple[str, ...] = ("policy", "verifier")
@@ -191,7 +193,7 @@ class Intervene(Schedule):
     rollback: str = "chunk"  # what may be cut: the new chunk, or "deep": back to just after the last correction (6.3)
     steps: Any = "text"
     leaks: Callable = gives_answer
-    optimistic: bool = True  # write on while a verdict is out; the rollouts are the same (mintrl 5.6)
+    optimistic: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,9 +11,10 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from fastcollab.report import LONG, SHOWN, WRITERS, report_folder, sample_of, save_inputs, summarise, write_report
+from fastcollab.report import LONG, WRITERS, sample_of, write_report
 from fastcollab.report_style import CSS
 from fastcollab.report_svg import STYLES, Series, histogram, line_chart, number, smooth, thin, ticks
+from fastcollab.run_folder import SHOWN, report_folder, save_inputs, summarise
 from fastcollab.transcript import entry
 from fastcollab.types import Intervention, Rollout
 
