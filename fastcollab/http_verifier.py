@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from fastcollab.verifiers import Request, Template, Verdict, review_by_text
 
 LARGEST = 1 << 20  # bytes of an answer
 LONGEST_WAIT = 30.0  # s between two attempts
+UNFIT = (400, 413, 422)  # status of a request that is wrong in itself, such as a draft beyond the server's context
 
 
 class VerifierError(RuntimeError):
@@ -36,8 +38,9 @@ class HTTPVerifier:
     """``url`` is the API's base, as in ``http://127.0.0.1:8000/v1``. Calls of several threads share ``concurrency``.
 
     An attempt that times out, loses its connection or ends in 408, 429 or 5xx is repeated; a row whose attempts are
-    used up has no answer: Keep("malformed"), or no correction. Any other status is a :class:`VerifierError`, and so
-    are ``patience`` rows in a row without an answer. ``counts`` holds calls, retries, timeouts, unanswered.
+    used up has no answer: Keep("malformed"), or no correction. So has one that an endpoint which answered others
+    finds unfit (``UNFIT``); a warning says so once. Any other status is a :class:`VerifierError`, and so are
+    ``patience`` rows in a row without an answer. ``counts`` holds calls, retries, timeouts, unanswered.
     """
 
     remote = True
@@ -73,6 +76,7 @@ class HTTPVerifier:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._opener, self._lock, self._silent = build_opener(_NoRedirects), threading.Lock(), 0
+        self._served = self._warned = False  # it has answered; a refusal was told
         self._threads = ThreadPoolExecutor(concurrency, "verifier")
 
     def review(self, requests: Sequence[Request]) -> list[Verdict]:
@@ -101,15 +105,18 @@ class HTTPVerifier:
             except HTTPError as error:
                 with error:
                     if error.code not in (408, 429) and error.code < 500:
-                        got = f"status {error.code} ({_start(error)})"
-                        raise VerifierError(f"{self.url}: got {got}, need a completion") from error
+                        message = f"{self.url}: got status {error.code} ({_start(error)}), need a completion"
+                        if error.code not in UNFIT or not self._served:
+                            raise VerifierError(message) from error
+                        self._warn(f"{message}; such rows stay unreviewed")
+                        break
                 after = error.headers.get("Retry-After", "")
                 wait = min(float(after), LONGEST_WAIT) if after.isdecimal() else wait
             except (OSError, HTTPException) as error:  # URLError is an OSError, so are time-outs and lost connections
                 if isinstance(getattr(error, "reason", error), TimeoutError):
                     self._count("timeouts")
             else:
-                self._silent = 0
+                self._silent, self._served = 0, True
                 return text
         self._count("unanswered")
         with self._lock:
@@ -128,6 +135,12 @@ class HTTPVerifier:
                 if len(read) > LARGEST:
                     return b""
         return read
+
+    def _warn(self, message: str) -> None:
+        with self._lock:
+            said, self._warned = self._warned, True
+        if not said:
+            warnings.warn(message, stacklevel=2)
 
     def _count(self, name: str) -> None:
         with self._lock:

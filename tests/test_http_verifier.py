@@ -6,6 +6,7 @@ import json
 import re
 import threading
 import time
+import warnings
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -177,6 +178,24 @@ def test_an_endpoint_that_refuses_stops_the_run(status):
         with pytest.raises(VerifierError, match=f"completions: got status {status} \\(no such model\\), need"):
             verifier.review(rows(1))
         assert len(verifier.calls) == 1
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_draft_that_an_endpoint_cannot_take_has_no_verdict(status):
+    """Beyond its context, say: the others are reviewed and the run goes on, unless it takes none at all."""
+
+    def reply(n, body):
+        return (status, b"too long") if task(body) == 1 else says("KEEP")
+
+    with endpoint(reply, concurrency=1, patience=3) as verifier:
+        with pytest.warns(UserWarning, match=f"got status {status} \\(too long\\), need a completion; such rows"):
+            assert verifier.review(rows(3)) == [Keep(), Keep("malformed"), Keep()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it was said
+            assert verifier.correct(rows(2)) == ["KEEP", None]
+        assert verifier.counts == {"calls": 5, "unanswered": 2}
+        with pytest.raises(VerifierError, match="no answer for 3 rows in a row"):
+            verifier.correct([rows(2)[1]] * 3)
 
 
 def test_an_endpoint_that_has_gone_stops_the_run():
