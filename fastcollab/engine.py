@@ -173,7 +173,7 @@ class Engine:
             seated: dict[int, Seat] = {}
             drafts: dict[int, Draft] = {}
             for seat in sorted(seats, key=lambda seat: not isinstance(seat.schedule, Intervene)):
-                # rows that will wait for a verifier start first: the others fill the gaps (mintrl 5.5)
+                # rows that a verifier reads start first: the others fill the gaps (mintrl 5.5)
                 policy, limit = self._policy(seat.schedule), limits[seat.group]
                 row = self.scheduler.add(encoded[seat.group], seat.key, seat.group, limit, policy, sampling.ignore_eos)
                 seated[row] = seat
@@ -191,11 +191,12 @@ class Engine:
             self.scheduler.reset()
             raise
         self._wall += perf_counter() - started
-        made = sorted(seated, key=lambda row: seated[row][:2])
-        return [
+        found = [
             self._rollout(row, seated[row], encoded, sampling, seed, mass, skip_special_tokens, drafts.get(row))
-            for row in made
+            for row in sorted(seated, key=lambda row: seated[row][:2])
         ]
+        self._lost += sum(r.unread + sum(len(cut.dropped) for cut in r.interventions) for r in found)
+        return found
 
     def _schedule(self, schedule: Schedule | Callable | None) -> Schedule:
         if schedule is None:
@@ -387,7 +388,7 @@ class Engine:
 
     def reset_stats(self) -> None:
         """Start the figures of ``stats`` anew."""
-        self._wall, self._rows_in = 0.0, [0] * len(self.names)
+        self._wall, self._lost, self._rows_in = 0.0, 0, [0] * len(self.names)
         self._before = {k: list(v) for k, v in self.scheduler.counters.items()}
         self.scheduler.take_latencies()
         self._latencies: list[float] = []
@@ -397,7 +398,8 @@ class Engine:
 
         ``tokens`` were fed, ``sampled`` drawn, ``catch_up`` are foreign tokens ingested, ``cached`` prompt tokens not
         computed; ``occupancy`` is rows a forward; ``handoff_latency_ms`` the median from the last foreign token to
-        the first own; ``tokens_per_s`` sampled tokens over the wall time of ``generate``.
+        the first own; ``tokens_per_s`` sampled tokens that no verifier took away, over the
+        wall time of ``generate``.
         """
         counters = {
             k: [now - then for now, then in zip(v, self._before[k], strict=True)]
@@ -407,7 +409,7 @@ class Engine:
         latencies = self._latencies
         result: dict[str, Any] = {k: sum(v) for k, v in counters.items()}
         result["wall_s"] = self._wall
-        result["tokens_per_s"] = result["sampled"] / self._wall if self._wall else 0.0
+        result["tokens_per_s"] = (result["sampled"] - self._lost) / self._wall if self._wall else 0.0
         result["handoff_latency_ms"] = float(np.median(latencies)) * 1e3 if latencies else None
         for m, name in enumerate(self.names):
             own = {k: v[m] for k, v in counters.items()}

@@ -1,7 +1,7 @@
-"""Reviews: which rows of a batch wait for a verifier, and what its verdicts make of them (mintrl 2.2, 5, 6).
+"""Reviews: what a verifier is asked about the rows of a batch, and what its answers make of them (mintrl 2.2, 5, 6).
 
 At the end of a chunk a row takes it that the verdict will be Keep and writes on (5.6), until it has another chunk to
-show or knows that the first is wrong; verdicts are asked for many rows at once. Keep: nothing is to be done. Revise:
+show, or a step's end finds it known to be wrong; verdicts are asked for many rows at once. Keep: all stands. Revise:
 what came behind the reviewed text is forgotten, text and KV are cut at the step, the correction is appended, and the
 row goes on with fresh random numbers, so that it reads as if it had stopped for the verdict, bit for bit.
 """
@@ -36,7 +36,7 @@ class Draft:
     floor: int = 0  # of these, up to the last correction: never reopened
     settled: int = 0  # response ids that they write
     external: int = 0  # ids that the verifier wrote
-    unread: int = 0  # ids written while a verdict was out that cut the text before them
+    unread: int = 0  # ids written behind a text under review, and taken away with its cut
     fixed: bool = False  # the last settled step is a correction
     reviews: list[Review] = field(default_factory=list)
     interventions: list[Intervention] = field(default_factory=list)
@@ -51,6 +51,14 @@ class Due:
     position: int
 
 
+@dataclass(frozen=True)
+class Wrong:
+    """A review that found ``step``, an index into the request's new ones, to be the first wrong one."""
+
+    due: Due
+    step: int
+
+
 class Reviews:
     """The reviews of one call of ``generate``. ``drafts``: scheduler row -> its draft."""
 
@@ -61,9 +69,9 @@ class Reviews:
         self.ends = frozenset(() if ignore_eos else stop_ids)
         self.open = set(drafts)  # rows that may be reviewed yet
         self.waiting: dict[int, Due] = {}  # for a verdict
-        self.wrong: dict[int, tuple[Due, int]] = {}  # for the correction from a step on
+        self.wrong: dict[int, Wrong] = {}  # for a correction
         self.asked: dict[int, Any] = {}  # what is with the verifier, of either kind
-        self.held: set[int] = set()  # rows that write no further than this before their answer is there
+        self.held: set[int] = set()  # rows that stop where they next ask, until their answer is there
         self.ended: set[int] = set()  # rows that wrote EOS or are full
         self.worker = ThreadPoolExecutor(1) if getattr(schedule.verifier, "remote", False) else None
         self.future: Future | None = None
@@ -75,11 +83,10 @@ class Reviews:
         for i in self.scheduler.asking():
             if i not in self.drafts or i in self.held:
                 continue
-            due = self._due(i)
-            if due is not None and not self._out(i):
+            due, out = self._due(i), self._out(i)
+            if due is not None and not out:
                 self._enter(i, due)
-                due = None if self.schedule.optimistic else due
-            if due is None:
+            if due is None or self.schedule.optimistic and not out:
                 self.scheduler.set_author(i, POLICY)
             else:
                 self.held.add(i)
@@ -92,11 +99,13 @@ class Reviews:
                 self._last(i)
 
     def move(self, idle: bool) -> bool:
-        """Ask the verifier, apply what it answered; ``idle``: no row can be written on. True while any row waits."""
+        """Ask the verifier, apply what it answered; ``idle``: no row can be written on. True while an answer is to
+        come. Corrections go first, for their rows cannot go on; what a verdict on the spot finds wrong is asked too."""
         if self.future is not None and (idle or self.future.done()):
             answers, self.future = self.future.result(), None
             self._apply(answers)
-        for queue, ask in ((self.waiting, self._verdicts), (self.wrong, self._corrections)):
+        wrong = (self.wrong, self._corrections)
+        for queue, ask in (wrong, (self.waiting, self._verdicts), wrong):
             enough = idle or self.worker is not None or queue is self.wrong or PART * len(queue) >= len(self.open)
             if queue and enough and not self.asked:
                 self.asked, idle = dict(queue), False  # what a verdict keeps can be written on
@@ -162,28 +171,28 @@ class Reviews:
         verdicts = _one_each("verdicts", self.schedule.verifier.review(requests), requests)
         return [settle(v, r) for v, r in zip(verdicts, requests, strict=True)]
 
-    def _corrections(self, wrong: Sequence[tuple[Due, int]]) -> Sequence[Any]:
-        cuts = tuple(due.request.cut(step) for due, step in wrong)
+    def _corrections(self, asked: Sequence[Wrong]) -> Sequence[Any]:
+        cuts = tuple(wrong.due.request.cut(wrong.step) for wrong in asked)
         return _one_each("corrections", self.schedule.verifier.correct(cuts), cuts)
 
     def _apply(self, answers: Sequence[Any]) -> None:
         """``answers`` to what was asked: verdicts, or what the verifier wrote in place of wrong steps."""
         asked, self.asked = self.asked, {}
         for (i, about), answer in zip(asked.items(), answers, strict=True):
-            if isinstance(answer, Revise) and isinstance(about, Due):
-                self.wrong[i] = (about, answer.step)
+            if isinstance(about, Wrong):
+                self._conclude(i, about.due, self._revise(i, about.due, about.step, answer) or "intervention")
+            elif isinstance(answer, Revise):
+                self.wrong[i] = Wrong(about, answer.step)
                 self.held.add(i)
-                continue
-            if isinstance(about, Due):
-                due, outcome = about, answer.reason or "keep"
             else:
-                due, outcome = about[0], self._revise(i, *about, answer) or "intervention"
-            draft = self.drafts[i]
-            draft.reviews[-1] = Review(due.position, outcome)
-            self.held.discard(i)
-            if i in self.ended:
-                self._last(i)
-        self.look()  # those that were held
+                self._conclude(i, about, answer.reason or "keep")
+        self.look()  # rows that were held, or ask behind a correction: they hold blocks, and nothing may be out
+
+    def _conclude(self, i: int, due: Due, outcome: str) -> None:
+        self.drafts[i].reviews[-1] = Review(due.position, outcome)
+        self.held.discard(i)
+        if i in self.ended:
+            self._last(i)
 
     def _revise(self, i: int, due: Due, step: int, raw: Any) -> str | None:
         """Cut the row at the step and append the correction; or why the rules reject it."""
@@ -198,6 +207,8 @@ class Reviews:
         self.scheduler.truncate(i, len(prompt) + at)
         self.scheduler.append_forced(i, correction.ids, VERIFIER)
         self.ended.discard(i)
+        if at + len(correction.ids) == self.limits[i]:
+            self.open.discard(i)  # it is full
         draft.interventions.append(Intervention(at, tuple(ids[at:]), correction.ids))
         draft.accepted = (*due.request.cut(step).accepted, correction.text)
         draft.floor = len(draft.accepted)

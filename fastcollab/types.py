@@ -48,7 +48,7 @@ class Rollout:
     draws: list[Draw] = field(default_factory=list)
     interventions: list[Intervention] = field(default_factory=list)
     reviews: list[Review] = field(default_factory=list)
-    unread: int = 0  # tokens written while a verdict was out that cut the text before them; no part of ``dropped``
+    unread: int = 0  # tokens written behind a text under review and taken away with its cut; no part of ``dropped``
     text: str | None = None  # None without a tokenizer
     uid: int = 0  # what keys the draws, with sample
     group: int = 0  # index of the prompt in the call

@@ -66,7 +66,7 @@ class Request:
 
 
 class Verifier(Protocol):
-    """With an attribute ``remote = True`` it is called in a thread of its own while other rows are written on."""
+    """With an attribute ``remote = True`` it is called in a thread of its own while the rows are written on."""
 
     def review(self, requests: Sequence[Request]) -> list[Verdict]:
         """One verdict per request."""

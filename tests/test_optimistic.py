@@ -14,7 +14,7 @@ import fastcollab as fc
 from fastcollab import reviews
 from fastcollab.reviews import Reviews
 from fastcollab.schedules import Intervene
-from fastcollab.verifiers import Keep, Revise
+from fastcollab.verifiers import Keep, Revise, settle
 
 SAMPLING = fc.SamplingParams(temperature=1.3, max_new_tokens=44)
 
@@ -70,7 +70,9 @@ def test_the_rollouts_are_those_of_rows_that_stop(scheduler, rollback, part, cut
     stopped, on = (engine(scheduler).generate(PROMPTS, 12, arm, SAMPLING, seed=9) for arm in arms)
     small = engine(scheduler, kv_memory="384KiB", token_budget=48)
     little = small.generate(PROMPTS, 12, arms[1], SAMPLING, seed=9)
-    assert small.stats()["preemptions"] > 0
+    stats = small.stats()
+    assert stats["preemptions"] > 0
+    assert stats["tokens_per_s"] * stats["wall_s"] == pytest.approx(sum((r.author == 0).sum() for r in little))
     for rollouts in (on, little):
         assert [log(r) for r in rollouts] == [log(r) for r in stopped] and same(rollouts, stopped)
     assert len({review.outcome for r in on for review in r.reviews}) >= 5  # keep, intervention and ways to reject
@@ -98,11 +100,13 @@ def test_a_remote_verdict_may_come_at_any_time(scheduler, cuts):
 
 
 def test_a_row_writes_while_its_verdict_is_out():
-    """One row alone: the answer takes longer than the rest of the text, which is there when it comes."""
+    """One row alone, whose verdict waits for the end of the text."""
     written = []
 
     def slow(requests):
-        time.sleep(0.5)
+        until = time.monotonic() + 20
+        while len(e.scheduler.view(0)[1]) < 40 and time.monotonic() < until:
+            time.sleep(0.01)
         written.append(len(e.scheduler.view(0)[1]))
         return [Keep() for _ in requests]
 
@@ -110,3 +114,41 @@ def test_a_row_writes_while_its_verdict_is_out():
     sampling = fc.SamplingParams(max_new_tokens=40, ignore_eos=True)
     (r,) = e.generate(PROMPTS[:1], 1, plan(far(slow), chunk=8, longest_chunk=8, max_reviews=1), sampling, seed=1)
     assert len(r.ids) == 40 and written == [40] and 8 <= r.reviews[0].position < 20
+
+
+def test_a_remote_verifier_is_asked_for_corrections_first():
+    """They waited until no verdict was asked for, for ten rounds."""
+    calls = []
+
+    class Far:
+        remote = True
+
+        def review(self, requests):
+            time.sleep(0.01)
+            given = [settle(v, r) for v, r in zip(review(requests), requests, strict=True)]
+            calls.append(("review", sum(isinstance(v, Revise) for v in given)))
+            return given
+
+        def correct(self, requests):
+            calls.append(("correct", len(requests)))
+            return correct(requests)
+
+    engine().generate(PROMPTS, 6, plan(Far()), SAMPLING, seed=2)
+    assert sum(kind == "correct" for kind, _ in calls) > 3
+    for (kind, wrong), after in zip(calls, calls[1:], strict=False):
+        assert after == ("correct", wrong) if kind == "review" and wrong else after[0] == "review"
+
+
+def test_rows_that_a_correction_fills_are_no_longer_open(monkeypatch):
+    """With reserve=0 no forward reports their end; a verifier that is not remote was asked late for the others."""
+    seen, close = [], Reviews.close
+    monkeypatch.setattr(Reviews, "close", lambda self: (seen.append((set(self.open), len(self.drafts))), close(self)))
+    fill = Own(
+        lambda requests: [Revise(len(r.new) - 1) for r in requests],
+        lambda requests: [[int(i) for i in long] for _ in requests],
+    )
+    e = engine()
+    long = e.tokenizer(" 2 + 2 = 4 + 1" * 9, add_special_tokens=False)["input_ids"]
+    found = e.generate(PROMPTS, 2, plan(fill, max_tokens=44, reserve=0), SAMPLING, seed=4)
+    full = [r for r in found if r.finish == "length" and r.author[-1] == 1]
+    assert full and seen == [(set(), 10)]
