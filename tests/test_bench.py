@@ -235,6 +235,8 @@ def test_mintrl_loop_writes_what_the_engine_writes(reviewed):
 def test_mintrl_figures_are_counts_of_the_rollouts(reviewed):
     runs, _ = reviewed
     found = runs.figures()
+    runs.solo()  # which uses the same engine
+    assert runs.figures() == found
     logs = [cut for r in runs.rollouts for cut in r.interventions]
     assert found["interventions"] == len(logs) >= 3 and found["outcomes"]["intervention"] == len(logs)
     assert found["external_share"] == pytest.approx(sum(len(cut.inserted) for cut in logs) / 720)
