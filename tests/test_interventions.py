@@ -278,7 +278,9 @@ def test_where_those_that_wait_hold_all_blocks_the_verdict_is_waited_for(schedul
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_an_interrupt_does_not_wait_for_a_verdict():
+def test_an_interrupt_does_not_wait_for_a_verdict(request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits "ignored"
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     asked, answer = threading.Event(), threading.Event()
 
     def review(requests):
