@@ -160,13 +160,11 @@ def test_a_row_alone_has_the_same_bits(w_dtype):
         assert all(torch.equal(a[row], b[row]) for a, b in zip(got[:3], batch[:3], strict=True))
 
 
-@pytest.mark.parametrize("w_dtype", [F32, BF16])
-def test_the_bits_do_not_depend_on_threads(w_dtype):
-    """At a width at which torch's own product does not split its sum: at 64 MKL's does, with AVX-512 and 2 threads."""
-    h, weight, bias, target = make(700, 512, 3000, w_dtype=w_dtype)
+@pytest.mark.parametrize("D, w_dtype", [(64, F32), (64, BF16), (512, F32), (512, BF16)])
+def test_the_bits_do_not_depend_on_threads(D, w_dtype):
+    h, weight, bias, target = make(700, D, 3000, w_dtype=w_dtype)
     upstream = torch.linspace(-1, 1, 700), torch.linspace(1, -1, 700)
-    loss = policy_case(700, 3000)
-    results = []
+    results, loss = [], policy_case(700, 3000)
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         try:
@@ -174,7 +172,9 @@ def test_the_bits_do_not_depend_on_threads(w_dtype):
             results.append(got + loss_and_gradients(linear_policy_loss, (h, weight, bias), loss)[2])
         finally:
             torch.set_num_threads(1)
-    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+    for a, b in [pair for other in results[1:] for pair in zip(results[0], other, strict=True)]:
+        split = D == 64 and a.shape == h.shape  # so narrow, MKL's own product splits the sum of dh over threads
+        assert torch.equal(a, b) or split and (a - b).abs().max() <= 2e-6 * a.abs().max()
 
 
 def test_every_byte_is_written_before_it_is_read():
